@@ -1,0 +1,182 @@
+# Every target sets up what it needs on a machine with Python 3.11 and g++: see `make help`.
+# Environments are in .venvs/; the stamps in .venvs/*/.stamps/ say how far each one is set up.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DELETE_ON_ERROR:
+.SUFFIXES:
+.DEFAULT_GOAL := help
+
+KERAS_ENVS := keras2 keras3
+ALL_ENVS := $(KERAS_ENVS) protobuf7
+
+# ENV and ARGS count only on make's command line: a machine may have variables of these names for other purposes.
+ifneq ($(origin ENV),command line)
+ENV :=
+endif
+ifneq ($(origin ARGS),command line)
+ARGS :=
+endif
+unexport ENV ARGS
+ifneq ($(filter-out $(ALL_ENVS),$(ENV)),)
+$(error ENV=$(ENV): expected one of $(ALL_ENVS))
+endif
+DEMO_ENV := $(or $(ENV),keras2)
+NP ?= 2
+
+TF_CPP_MIN_LOG_LEVEL ?= 2
+export TF_CPP_MIN_LOG_LEVEL
+
+# A program that calls make itself, as Horovod's build may, must not take this make's options and job server for its own.
+NO_MAKE := env -u MAKEFLAGS -u MFLAGS -u MAKELEVEL
+
+LINT_BIN := .venvs/keras2/bin
+FIND_CXX := find . \( -name '.?*' -o -name build -o -name dist \) -prune -o \
+  -type f \( -name '*.cc' -o -name '*.cpp' -o -name '*.h' -o -name '*.hpp' \) -print0
+
+.PHONY: help
+help: ## this list
+	@awk -F ':[^#]*## ' '/^[a-z0-9-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
+	echo
+	echo 'make test ENV=keras3         pytest in that environment only (keras2, keras3, protobuf7), no lint'
+	echo 'make test ARGS="-k window"   with these arguments for pytest, in keras2 and keras3 (or ENV), no lint'
+	echo 'make demo ENV=keras3 NP=3 ARGS="..."   another environment, number of ranks, arguments for the script'
+	echo 'PYTHON=/path/to/python3.11 names the Python for new environments; `rm -r .venvs` removes all of them.'
+
+# --- environments -----------------------------------------------------------------------------------------------------
+
+.PHONY: env-keras2 env-keras3 env-protobuf7
+env-keras2: .venvs/keras2/.stamps/project ## TensorFlow 2.15, Keras 2, Horovod; lint, mypy and protoc are here too
+env-keras3: .venvs/keras3/.stamps/project ## TensorFlow 2.18, Keras 3, Horovod
+env-protobuf7: .venvs/protobuf7/.stamps/packages ## Protobuf 7, gRPC and pytest only
+
+# Shell: with $venv set, make sure that a Python 3.11 environment is there.
+define make_venv
+is_311() { "$$1" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; }
+if ! is_311 "$$venv/bin/python" || ! [ -x "$$venv/bin/pip" ]; then
+  python=
+  for candidate in $(or $(PYTHON),python3.11 python3); do
+    if is_311 "$$candidate"; then python=$$candidate; break; fi
+  done
+  if [ -z "$$python" ]; then
+    echo "kerasfeed's environments need Python 3.11, with the venv module. Tried:" >&2
+    for candidate in $(or $(PYTHON),python3.11 python3); do
+      echo "  $$candidate: $$("$$candidate" --version 2>&1 | head -n 1 || true)" >&2
+    done
+    echo "Install Python 3.11, or name one: make PYTHON=/path/to/python3.11 ..." >&2
+    exit 1
+  fi
+  echo "== $$venv: new environment with $$("$$python" --version)"
+  rm -rf "$$venv"
+  "$$python" -m venv "$$venv"
+fi
+endef
+
+# The requirements files are exact and complete: pip has nothing to resolve, and `pip check` says whether that is so.
+define install_packages
+@venv=.venvs/$*
+$(make_venv)
+echo "== $$venv: packages of $(filter requirements/%,$^)"
+"$$venv/bin/python" -m pip install --quiet --no-deps $(patsubst %,-r %,$(filter requirements/%,$^))
+"$$venv/bin/python" -m pip check
+mkdir -p $(@D)
+touch $@
+endef
+
+$(KERAS_ENVS:%=.venvs/%/.stamps/packages): .venvs/%/.stamps/packages: requirements/%.txt requirements/build.txt
+	$(install_packages)
+
+.venvs/protobuf7/.stamps/packages: .venvs/%/.stamps/packages: requirements/%.txt
+	$(install_packages)
+
+# Horovod is built against the TensorFlow of its environment. pip's cache would hand a wheel that was built against one
+# TensorFlow to the other: hence --no-cache-dir. The stamp holds what the build depends on, so that a change of other
+# pins costs no build.
+HOROVOD_BUILD := HOROVOD_WITH_TENSORFLOW=1 HOROVOD_WITHOUT_PYTORCH=1 HOROVOD_WITHOUT_MXNET=1 HOROVOD_WITHOUT_MPI=1 \
+  HOROVOD_WITH_GLOO=1 HOROVOD_CPU_OPERATIONS=GLOO
+
+$(KERAS_ENVS:%=.venvs/%/.stamps/horovod): .venvs/%/.stamps/horovod: .venvs/%/.stamps/packages requirements/horovod.txt
+	@venv=.venvs/$*
+	horovod_works() { TF_CPP_MIN_LOG_LEVEL=3 "$$venv/bin/python" -c 'import horovod.tensorflow as hvd; hvd.init()'; }
+	built_for=$$(grep -hE '^(horovod|tensorflow)==' requirements/horovod.txt requirements/$*.txt | paste -sd ' ')
+	if [ "$$(cat $@ 2>/dev/null)" = "$$built_for" ] && horovod_works; then
+	  touch $@
+	  exit 0
+	fi
+	command -v g++ >/dev/null || { echo "Horovod's build needs g++, which is not in PATH." >&2; exit 1; }
+	echo "== $$venv: building $$built_for (some 3 minutes)"
+	PATH="$$PWD/$$venv/bin:$$PATH" $(NO_MAKE) $(HOROVOD_BUILD) "$$venv/bin/python" -m pip install --quiet \
+	  --no-build-isolation --no-cache-dir --no-deps --force-reinstall -r requirements/horovod.txt
+	horovod_works
+	echo "$$built_for" > $@
+
+$(KERAS_ENVS:%=.venvs/%/.stamps/project): .venvs/%/.stamps/project: .venvs/%/.stamps/horovod setup.py pyproject.toml
+	@.venvs/$*/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	touch $@
+
+# --- tests and lint ---------------------------------------------------------------------------------------------------
+
+TEST_ENVS := $(or $(ENV),$(if $(ARGS),$(KERAS_ENVS),$(ALL_ENVS)))
+
+# Shell: a function that runs every linter, then fails if one did. mypy sees the package as it is installed, with
+# callbacks/ inside kerasfeed/.
+define lint_function
+lint() {
+local lint_failed=()
+$(LINT_BIN)/ruff check . || lint_failed+=("ruff check")
+$(LINT_BIN)/ruff format --check . || lint_failed+=("ruff format")
+mkdir -p .build/typecheck/kerasfeed
+for entry in kerasfeed/* callbacks; do ln -sfn "../../../$$entry" .build/typecheck/kerasfeed/; done
+find -L .build/typecheck/kerasfeed -maxdepth 1 -type l -delete
+(cd .build/typecheck && ../../$(LINT_BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache kerasfeed) |
+  sed 's,^kerasfeed/callbacks/,callbacks/,' || lint_failed+=("mypy")
+$(FIND_CXX) | xargs -0 -r $(LINT_BIN)/clang-format --dry-run -Werror || lint_failed+=("clang-format")
+if (($${#lint_failed[@]})); then printf 'lint: %s failed\n' "$${lint_failed[@]}" >&2; fi
+((! $${#lint_failed[@]}))
+}
+endef
+
+.PHONY: test
+test: $(TEST_ENVS:%=env-%) ## all tests in all environments, then lint; runs on after a failure
+	@$(lint_function)
+	failed=()
+	for env in $(TEST_ENVS); do
+	  echo "== pytest in $$env"
+	  options=()
+	  # No project settings, no conftest.py from above: those are for environments with TensorFlow and the plug-ins.
+	  if [ "$$env" = protobuf7 ]; then
+	    options=(-c /dev/null --rootdir . --confcutdir tests/protobuf7 -p no:cacheprovider tests/protobuf7)
+	  fi
+	  PATH="$$PWD/.venvs/$$env/bin:$$PATH" $(NO_MAKE) .venvs/$$env/bin/python -m pytest "$${options[@]}" $(ARGS) ||
+	    failed+=("$$env")
+	done
+	$(if $(ENV)$(ARGS),,echo "== lint"; lint || failed+=(lint))
+	if (($${#failed[@]})); then echo "make test: failed: $${failed[*]}" >&2; exit 1; fi
+	echo "make test: passed: $(TEST_ENVS)$(if $(ENV)$(ARGS),, lint)"
+
+.PHONY: lint
+lint: .venvs/keras2/.stamps/packages ## ruff, mypy --strict, clang-format: says what is wrong, changes nothing
+	@$(lint_function)
+	lint || exit 1
+
+.PHONY: format
+format: .venvs/keras2/.stamps/packages ## let ruff and clang-format put the code in order
+	@$(LINT_BIN)/ruff check --fix --exit-zero .
+	$(LINT_BIN)/ruff format .
+	$(FIND_CXX) | xargs -0 -r $(LINT_BIN)/clang-format -i
+
+# --- the rest ---------------------------------------------------------------------------------------------------------
+
+.PHONY: demo
+demo: env-$(DEMO_ENV) ## train examples/digits.py on two ranks
+	@bin="$$PWD/.venvs/$(DEMO_ENV)/bin"
+	PATH="$$bin:$$PATH" $(NO_MAKE) "$$bin/horovodrun" --gloo -np $(NP) "$$bin/python" examples/digits.py $(ARGS)
+
+.PHONY: proto
+proto: .venvs/keras2/.stamps/packages ## generate kerasfeed/proto/feed_pb2.py and .pyi from feed.proto
+	@.venvs/keras2/bin/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. kerasfeed/proto/feed.proto
+
+.PHONY: clean
+clean: ## remove what was built and cached, but for the environments
+	@rm -rf .build .cache build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage .coverage.*
+	find . -name .venvs -prune -o -type d -name __pycache__ -print0 | xargs -0 -r rm -rf

@@ -1,0 +1,133 @@
+"""Where a rank's iterators start, what they have pulled, and what of it is trained: no thread, no network.
+
+tf.data and Keras make iterators, peek, pull ahead and throw iterators away, so "a new iterator goes on where the last one
+stopped" would lose steps and "where training stands" would repeat some. Two modes, then. Free: each iterator that pulls
+is the next epoch, as with any dataset, and a step counts as trained when the next one is pulled. Bound (by
+`FeedCallback`, during a `fit`): an iterator starts at the cursor, which is set to the position that is trained when an
+epoch begins, and moves on only at an epoch's end.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+from kerasfeed.errors import FeedClosedError
+from kerasfeed.schedule import Position
+
+
+@dataclasses.dataclass(frozen=True)
+class Ticket:
+    """An iterator's right to pull: it holds until another iterator pulls."""
+
+    number: int
+    start: Position
+    through_epochs: bool
+
+
+class Cursor:
+    """The cursor of one rank. Not thread-safe: its owner holds a lock.
+
+    Args:
+        feed: The feed's name, for messages.
+    """
+
+    def __init__(self, feed: str):
+        self._feed = feed
+        self.epoch_steps: int | None = None
+        self.bound = False
+        self.through_epochs = False
+        self.acknowledged = Position(0, 0)
+        self.pulled = Position(0, 0)
+        self.trained: dict[int, int] = {}
+        self._start = Position(0, 0)
+        self._tickets = 0
+        self._untrained: collections.deque[Position] = collections.deque()
+
+    def open(self) -> Ticket:
+        """An iterator pulls for the first time."""
+        self._tickets += 1
+        if not self.bound:
+            start = self.pulled if self.pulled.step == 0 else Position(self.pulled.epoch + 1, 0)
+            self._train_all(start)
+        elif self.through_epochs:
+            start = self.pulled
+        else:
+            start = self._start
+            self._untrained = collections.deque(p for p in self._untrained if p < start)
+        self.pulled = start
+        return Ticket(self._tickets, start, self.bound and self.through_epochs)
+
+    def check(self, ticket: Ticket) -> None:
+        """Raises `FeedClosedError` if another iterator has pulled since."""
+        if ticket.number != self._tickets:
+            raise FeedClosedError(
+                f"feed {self._feed!r}: an iterator that started at {ticket.start} pulls again, after another one took "
+                "its place. A feed can't be iterated twice at the same time; cache() it, or build a second feeder"
+            )
+
+    def note_step(self, ticket: Ticket, position: Position) -> None:
+        """The iterator got the step at `position`."""
+        self.check(ticket)
+        if not self.bound:
+            self._train_all(position)
+        self._untrained.append(position)
+        self.pulled = Position(position.epoch, position.step + 1)
+        if not ticket.through_epochs and self.pulled.step == self.epoch_steps:
+            self._complete(position.epoch)
+
+    def note_end(self, ticket: Ticket, epoch: int) -> None:
+        """The iterator was told that `epoch` is over."""
+        self.check(ticket)
+        if self.pulled.epoch <= epoch:
+            self._complete(epoch)
+
+    def _complete(self, epoch: int) -> None:
+        self.pulled = self._start = Position(epoch + 1, 0)
+        if not self.bound:
+            self._train_all(self.pulled)
+
+    def _train_all(self, acknowledged: Position) -> None:
+        self._count(len(self._untrained))
+        self.acknowledged = max(self.acknowledged, acknowledged)
+
+    def _count(self, steps: int) -> None:
+        for _ in range(steps):
+            position = self._untrained.popleft()
+            self.trained[position.epoch] = self.trained.get(position.epoch, 0) + 1
+
+    def acknowledge(self, steps: int) -> int:
+        """Says that the next `steps` pulled steps are trained. Returns how many of them had not been pulled at all."""
+        counted = min(steps, len(self._untrained))
+        self._count(counted)
+        position = self._untrained[0] if self._untrained else self.pulled
+        self.acknowledged = max(self.acknowledged, position)
+        return steps - counted
+
+    @property
+    def untrained(self) -> int:
+        """Steps that were pulled and are not trained."""
+        return len(self._untrained)
+
+    def bind(self, position: Position, through_epochs: bool) -> None:
+        """A `fit` begins at `position`."""
+        self.bound, self.through_epochs = True, through_epochs
+        self._untrained.clear()
+        self.acknowledged = max(self.acknowledged, position)
+        self._start = self.pulled = position
+
+    def begin_epoch(self) -> None:
+        """A Keras epoch begins: the next iterator starts at the first step not trained."""
+        if not self.through_epochs:
+            self._start = self.acknowledged
+
+    def skip_end(self, epoch: int) -> None:
+        """The producer says that `epoch`, of which everything that was pulled is trained, has no more steps."""
+        if self.acknowledged.epoch == epoch:
+            self.acknowledged = self.pulled = self._start = Position(epoch + 1, 0)
+
+    def unbind(self) -> None:
+        """The `fit` is over: what was pulled and not trained is forgotten."""
+        self.bound = self.through_epochs = False
+        self._untrained.clear()
+        self.pulled = self.acknowledged

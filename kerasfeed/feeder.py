@@ -1,0 +1,277 @@
+"""The dataset that the user holds: a `tf.data.Dataset` whose elements come from a producer, one for each rank.
+
+It builds nothing until it is looked at: whoever first asks for its spec, its cardinality or an iterator starts the feed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.data.ops import iterator_ops
+
+from kerasfeed import spec as spec_lib
+from kerasfeed.options import DEFAULT_MAX_BUFFER_BYTES, FeedOptions
+from kerasfeed.producer import launch
+from kerasfeed.producer.pipeline import serialize_dataset, takes_context
+from kerasfeed.session import EpochStatistics, Session, Source
+from kerasfeed.topology import Topology, initialized_horovod
+
+
+class DataFeeder(tf.data.Dataset):  # type: ignore[misc]
+    """A dataset that one producer process feeds to all ranks: each element is produced once and reaches one rank.
+
+    It goes wherever a `tf.data.Dataset` goes: `model.fit`, `evaluate`, `predict`, a `for` loop, `.map(...)`. All ranks
+    build the same feeders in the same order. The producer is a child process of one rank; it runs `dataset_fn`, and
+    element `s * size + r` of an epoch is what rank `r` trains in step `s`.
+
+    Example:
+
+    ```python
+    import horovod.tensorflow.keras as hvd
+    import kerasfeed
+
+    def dataset_fn(ctx):  # runs in the producer only; ctx is a tf.distribute.InputContext
+        return tf.data.TFRecordDataset(files).shuffle(10_000).map(parse).batch(64)
+
+    hvd.init()
+    feeder = kerasfeed.DataFeeder(dataset_fn, producer=0)
+    model.fit(feeder, epochs=10, callbacks=[kerasfeed.callbacks.FeedCallback(feeder)])
+    ```
+
+    Args:
+        dataset: A function that returns the `tf.data.Dataset` to feed, called in the producer with one argument, a
+            `tf.distribute.InputContext` whose `num_replicas_in_sync` is the number of ranks, or with none. It may be a
+            lambda, a closure or a function of `__main__`. Or a `tf.data.Dataset`, whose graph then travels.
+        name: The feed's name in messages and statistics. Default `"train"`.
+        producer: Rank that starts the producer. Default 0, unless a `FeedCallback` says otherwise.
+        policy: Who gets which element. `"round_robin"`, the only one so far: element k goes to rank k mod size.
+        remainder: What becomes of the elements at an epoch's end that make no complete step. `"drop"`, the only one so
+            far; how many were dropped is in `statistics()`.
+        steps_per_epoch: Steps in an epoch. Default `None`: an epoch is one pass over the dataset. With it the passes
+            over the dataset are joined to one endless stream, so that it suits `repeat()`ed datasets and others.
+        seed: Seed of TensorFlow, Python and NumPy in the producer, from 0 to 2**31 - 1. Default `None`: a random one.
+        deterministic: Whether the producer runs with `tf.config.experimental.enable_op_determinism()`, which a parallel
+            `map` with random ops needs to repeat its results. Default `False`.
+        prefetch: Steps that the producer keeps ready ahead of the ranks, at least 2 whatever is given. Default 8,
+            unless a `FeedCallback` says otherwise.
+        max_buffer_bytes: Most bytes of produced elements that the producer holds. Room for two steps is made all the
+            same, with a warning. Default 1 GiB.
+        transport: How elements travel. `"auto"` or `"grpc"`, which are the same so far.
+        topology: The place of this process among the ranks. Default `None`: from Horovod if it is initialised when the
+            feeder is first used, else one process.
+        port: Port on which the producer listens. Default 0: a free one.
+        start_timeout: Seconds to wait for ranks that have not come yet. Default 600.
+
+    Raises:
+        TypeError: `dataset` is neither a function nor a dataset, or an argument has the wrong type.
+        ValueError: An argument is out of range or not supported yet, or the graph of a dataset can't travel.
+    """
+
+    def __init__(
+        self,
+        dataset: Callable[..., tf.data.Dataset] | tf.data.Dataset,
+        *,
+        name: str = "train",
+        producer: int | None = None,
+        policy: str = "round_robin",
+        remainder: str = "drop",
+        steps_per_epoch: int | None = None,
+        seed: int | None = None,
+        deterministic: bool = False,
+        prefetch: int | None = None,
+        max_buffer_bytes: int = DEFAULT_MAX_BUFFER_BYTES,
+        transport: str = "auto",
+        topology: Topology | None = None,
+        port: int = 0,
+        start_timeout: float = 600.0,
+    ):
+        options = FeedOptions(
+            name=name,
+            producer=producer,
+            policy=policy,
+            remainder=remainder,
+            steps_per_epoch=steps_per_epoch,
+            seed=seed,
+            deterministic=deterministic,
+            prefetch=prefetch,
+            max_buffer_bytes=max_buffer_bytes,
+            transport=transport,
+            port=port,
+            start_timeout=start_timeout,
+        )
+        if topology is not None and not isinstance(topology, Topology):
+            raise TypeError(f"DataFeeder: topology must be a kerasfeed.Topology. Received: {topology!r}")
+        self.session = Session(_prepare(dataset), options, topology)
+        self._inner: tf.data.Dataset | None = None
+        self._limited: tf.data.Dataset | None = None
+        super().__init__(None)
+        self._options_attr = _source_options()
+        weakref.finalize(self, self.session.close)
+        if topology is not None or initialized_horovod() is not None:
+            self.session.meet()
+
+    # ---- The dataset ----
+
+    @property
+    def element_spec(self) -> Any:
+        """The structure of the elements, as the producer's dataset has it."""
+        return self.session.element_spec
+
+    def cardinality(self) -> tf.Tensor:
+        """Returns the steps of a whole epoch, or tf.data's `INFINITE_CARDINALITY` or `UNKNOWN_CARDINALITY`."""
+        return tf.constant(self.session.cardinality, tf.int64)
+
+    def __iter__(self) -> Iterator[Any]:
+        if not tf.executing_eagerly():
+            return super().__iter__()  # type: ignore[no-any-return]
+        # Steps in an epoch are no limit here: a `fit` that keeps one iterator goes on from epoch to epoch.
+        return FeedIterator(self)
+
+    def _inputs(self) -> list[tf.data.Dataset]:
+        return []
+
+    @property
+    def _variant_tensor(self) -> tf.Tensor:
+        if self._limited is None:
+            inner = self._unlimited()
+            steps = self.session.cardinality
+            with tf.init_scope():
+                elements = spec_lib.ElementReader(self.session.element_spec)
+                if steps == tf.data.INFINITE_CARDINALITY:
+                    inner = _with_cardinality(inner, elements, None)
+                elif steps >= 0:
+                    inner = _with_cardinality(inner, elements, steps)
+            self._limited = inner
+        return self._limited._variant_tensor
+
+    def _unlimited(self) -> tf.data.Dataset:
+        if self._inner is None:
+            elements = self.session.connection().elements()
+            session = self.session
+
+            def generate() -> Iterator[Any]:
+                ticket = session.open_iterator()
+                while (value := session.pull(ticket)) is not None:
+                    yield value
+                    del value
+
+            # The dataset belongs to no graph, whoever asks for it first.
+            with tf.init_scope():
+                inner = tf.data.Dataset.from_generator(generate, output_signature=elements.signature)
+                if elements.rebuild is not None:
+                    inner = inner.map(elements.rebuild)
+                self._inner = inner.with_options(_source_options())
+        return self._inner
+
+    def __repr__(self) -> str:
+        spec = f" element_spec={self.session.element_spec}" if self._inner is not None else ""
+        return f"<DataFeeder {self.name!r}{spec}>"
+
+    __str__ = __repr__
+
+    def __bool__(self) -> bool:
+        return True
+
+    # ---- The feed ----
+
+    @property
+    def name(self) -> str:
+        """The feed's name."""
+        return self.session.name
+
+    @property
+    def topology(self) -> Topology:
+        """The place of this process among the ranks."""
+        return self.session.topology()
+
+    def statistics(self) -> list[EpochStatistics]:
+        """Returns what became of each epoch so far: elements produced and dropped, steps, and steps trained by rank.
+
+        Example:
+            >>> feeder.statistics()
+            [EpochStatistics(epoch=0, elements=103, steps=51, dropped=1, complete=True, trained={0: 51, 1: 51})]
+
+        The producer's rank knows all of it once every rank has left the feed; before, as much as was reported.
+        """
+        return self.session.statistics()
+
+    def close(self) -> None:
+        """Leaves the producer, which ends when all ranks have left it. Iterating again starts it again."""
+        self.session.close()
+
+
+class FeedIterator(iterator_ops.OwnedIterator):  # type: ignore[misc]
+    """An iterator over a `DataFeeder` that raises the feed's own errors, not TensorFlow's wrapping of them."""
+
+    def __init__(self, feeder: DataFeeder):
+        # A feeder that nobody else holds must not be closed while it is iterated.
+        self.feeder = feeder
+        super().__init__(feeder._unlimited())
+
+    def __next__(self) -> Any:
+        try:
+            return super().__next__()
+        except tf.errors.OpError as error:
+            failure = self.feeder.session.failure
+            if failure is None:
+                raise
+            raise type(failure)(str(failure)) from error
+
+
+def _prepare(dataset: Any) -> Callable[[], Source]:
+    """Returns a function that makes the dataset ready to travel, to be called on the producer's rank only."""
+    if isinstance(dataset, tf.data.Dataset):
+
+        def source() -> Source:
+            spec = spec_lib.encode_spec(dataset.element_spec).decode()
+            return Source(serialize_dataset(dataset), "graph", spec)
+
+        return source
+    if isinstance(dataset, (str, bytes)):
+        raise ValueError(
+            f"DataFeeder: the address of a producer that already runs is not supported yet. Received: {dataset!r}"
+        )
+    if not callable(dataset):
+        raise TypeError(
+            "DataFeeder: dataset must be a function that returns a tf.data.Dataset, or a tf.data.Dataset. "
+            f"Received: {type(dataset).__name__}"
+        )
+    takes_context(dataset)
+    return lambda: Source(launch.pickle_function(dataset), "function")
+
+
+def _source_options() -> tf.data.Options:
+    options = tf.data.Options()
+    # tf.distribute would rewrite the graph to shard it, and inject_prefetch would pull ahead by an unknown amount.
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    options.experimental_optimization.inject_prefetch = False
+    return options
+
+
+def _with_cardinality(dataset: tf.data.Dataset, elements: spec_lib.ElementReader, steps: int | None) -> tf.data.Dataset:
+    """Returns the dataset with a cardinality (`None`: infinite) that its op answers, though it may end earlier.
+
+    `assert_cardinality` would raise on an epoch that was begun in its middle. A choice between this dataset and an
+    endless one is endless to tf.data, yet ends when this one does; `take` then makes it `steps`.
+    """
+    other = tf.data.Dataset.from_tensors(elements.zeros())
+    if elements.rebuild is not None:
+        other = other.map(elements.rebuild)
+    always_first = tf.data.Dataset.from_tensors(tf.constant(0, tf.int64)).repeat()
+    chosen = tf.data.Dataset.choose_from_datasets([dataset, other.repeat()], always_first, stop_on_empty_dataset=True)
+    if steps is not None:
+        chosen = chosen.take(steps)
+    return chosen.with_options(_source_options())
+
+
+def derives_from_feeder(dataset: Any, feeder: DataFeeder | None = None) -> bool:
+    """Whether a dataset is, or is made from, a feeder (from this one, if it is given)."""
+    if dataset is None:
+        return False
+    if isinstance(dataset, DataFeeder):
+        return feeder is None or dataset is feeder
+    inputs = getattr(dataset, "_inputs", None)
+    return any(derives_from_feeder(each, feeder) for each in inputs()) if callable(inputs) else False

@@ -1,0 +1,64 @@
+"""Ctrl-C while the main thread is inside TensorFlow: lets waits for data give up, so that `KeyboardInterrupt` can rise.
+
+Python runs signal handlers in the main thread, between byte codes. A main thread that sits in a TensorFlow op which
+waits for our data would never get there. So a thread reads the signal's number from `signal.set_wakeup_fd`, which C code
+writes at once, and wakes every wait.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import weakref
+
+_lock = threading.Lock()
+_count = 0
+_waiting: weakref.WeakSet[threading.Condition] = weakref.WeakSet()
+_installed_in: int | None = None
+
+
+def count() -> int:
+    """How often Ctrl-C was pressed. A wait that began at another count gives up."""
+    return _count
+
+
+def register(condition: threading.Condition) -> None:
+    """This condition is notified at Ctrl-C, for as long as it lives."""
+    with _lock:
+        _waiting.add(condition)
+
+
+def install() -> None:
+    """Starts to watch for Ctrl-C, once per process. Does nothing outside the main thread, or if others watch already."""
+    global _installed_in
+    if _installed_in == os.getpid() or threading.current_thread() is not threading.main_thread():
+        return
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    earlier = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    if earlier != -1:
+        # An event loop (asyncio, say) owns the signals: leave them to it.
+        signal.set_wakeup_fd(earlier, warn_on_full_buffer=False)
+        os.close(read_end)
+        os.close(write_end)
+        return
+    _installed_in = os.getpid()
+    threading.Thread(target=_watch, args=(read_end,), name="kerasfeed-interrupt", daemon=True).start()
+
+
+def _watch(read_end: int) -> None:
+    while numbers := os.read(read_end, 64):
+        if signal.SIGINT in numbers and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            notify()
+
+
+def notify() -> None:
+    """Wakes every registered wait, as Ctrl-C does."""
+    global _count
+    with _lock:
+        _count += 1
+        waiting = list(_waiting)
+    for condition in waiting:
+        with condition:
+            condition.notify_all()

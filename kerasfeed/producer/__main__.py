@@ -1,0 +1,157 @@
+"""The producer process: listens first, then builds the pipeline, then pumps, until all ranks have left or its rank dies.
+
+Threads: the main one builds and pumps (user code runs here); gRPC's serve ranks; one watches the lifeline. When the
+lifeline ends, the process group is killed at once, whatever the others do.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import mmap
+import os
+import select
+import signal
+import sys
+import threading
+import traceback
+from typing import Any
+
+_PARENT_POLL_SECONDS = 1.0
+_EXIT_SECONDS = 5.0
+_FAREWELL_SECONDS = 2.0
+_REFUSED_CODE = 3
+
+
+def _watch_lifeline(fd: int, parent: int) -> None:
+    while True:
+        readable, _, _ = select.select([fd], [], [], _PARENT_POLL_SECONDS)
+        if (readable and not os.read(fd, 1)) or os.getppid() != parent:
+            _end()
+
+
+def _end() -> None:
+    """Ends this process and all that it started. It leads its own session, so its group is its own."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            pass
+    os.killpg(0, signal.SIGKILL)
+
+
+def _finish(code: int = 0) -> None:
+    """Ends this process in peace: what the user's code registered with `atexit` runs, within limits."""
+    threading.Timer(_EXIT_SECONDS, _end).start()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def main() -> None:
+    # The lifeline moves away from standard input, so that user code that reads finds an end, not our pipe.
+    lifeline = os.dup(0)
+    os.set_inheritable(lifeline, False)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    from kerasfeed.producer.launch import PROGRESS, Launch
+
+    launch = Launch.read_from(lifeline)
+    for fd in (launch.control_fd, launch.progress_fd):
+        os.set_inheritable(fd, False)
+    threading.Thread(
+        target=_watch_lifeline, args=(lifeline, launch.parent), name="kerasfeed-lifeline", daemon=True
+    ).start()
+    control = os.fdopen(launch.control_fd, "w", buffering=1)
+
+    def report(**news: Any) -> None:
+        control.write(json.dumps(news) + "\n")
+        control.flush()
+
+    # The address goes out before TensorFlow is imported, which takes seconds.
+    from kerasfeed.options import FeedOptions
+    from kerasfeed.producer.service import FeedService
+
+    options = FeedOptions(**launch.options)
+    agreed = {**options.agreed(), "size": launch.size}
+    service = FeedService(options.name, launch.size, launch.token, agreed)
+    try:
+        server, port = service.start(launch.host, launch.port)
+    except OSError as error:
+        report(refused=str(error))
+        _finish(_REFUSED_CODE)
+        return
+    report(port=port)
+
+    sys.path[:] = launch.module_path
+    window = _serve(launch, options, service, report, mmap.mmap(launch.progress_fd, PROGRESS.size))
+    if window is None:
+        # Ranks that come are told why; the supervisor closes the lifeline when all is over.
+        threading.Event().wait()
+        return
+    from kerasfeed.producer.service import status_message
+
+    status = status_message(window, 0)
+    report(statistics=status.SerializeToString().hex())
+    server.stop(_FAREWELL_SECONDS).wait()
+    _finish()
+
+
+def _serve(launch: Any, options: Any, service: Any, report: Any, progress: mmap.mmap) -> Any:
+    """Builds the pipeline and pumps it; returns the window when all ranks have left, `None` if nothing can be built."""
+    try:
+        import cloudpickle
+        import tensorflow as tf
+
+        from kerasfeed import spec
+        from kerasfeed.producer import pump
+        from kerasfeed.producer.launch import PROGRESS
+        from kerasfeed.producer.pipeline import Pipeline
+        from kerasfeed.producer.window import Window
+        from kerasfeed.proto import feed_pb2
+
+        if options.deterministic:
+            tf.config.experimental.enable_op_determinism()
+        if launch.payload_kind == "function":
+            source, source_spec = cloudpickle.loads(launch.payload), None
+        else:
+            source, source_spec = launch.payload, spec.decode_spec(launch.source_spec.encode())
+        pipeline = Pipeline(source, source_spec, launch.size, launch.seed, launch.restarted, log=_log)
+    except Exception:
+        what = "dataset_fn" if launch.payload_kind == "function" else "the dataset"
+        message = f"{what} raised before the first element:\n{traceback.format_exc()}"
+        report(failed=message)
+        service.failed(message)
+        return None
+    window = Window(
+        size=launch.size,
+        prefetch=options.prefetch_steps,
+        max_bytes=options.max_buffer_bytes,
+        steps_per_epoch=options.steps_per_epoch,
+        start_timeout=options.start_timeout,
+        log=_log,
+        complete=lambda: report(complete=True),
+    )
+    if options.steps_per_epoch is not None:
+        cardinality = options.steps_per_epoch
+    else:
+        cardinality = pipeline.cardinality if pipeline.cardinality < 0 else pipeline.cardinality // launch.size
+    service.ready(window, feed_pb2.Welcome(spec=pipeline.spec, cardinality=cardinality, seed=launch.seed))
+
+    def produced(pass_: int, element: int) -> None:
+        PROGRESS.pack_into(progress, 0, pass_, element)
+
+    pump.run(window, pipeline, produced)
+    return window
+
+
+def _log(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

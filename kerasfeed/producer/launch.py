@@ -1,0 +1,116 @@
+"""What a rank hands to the producer that it starts, over the child's standard input: settings as JSON, then the dataset.
+
+Only this pipe, between a process and the child that it starts itself, carries pickled code. It also is the child's
+lifeline: it stays open as long as the rank lives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pickle
+import struct
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+import cloudpickle
+
+_LENGTH = struct.Struct("<Q")
+PROGRESS = struct.Struct("<qq")
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """Everything that a producer needs to know.
+
+    Attributes:
+        options: `FeedOptions.to_json()`.
+        size: Number of ranks.
+        token: The job's token.
+        seed: The feed's seed.
+        host: Address to listen on.
+        port: Port to listen on; 0 picks a free one.
+        parent: Process id of the rank that starts it.
+        module_path: The rank's `sys.path`.
+        control_fd: Where the producer reports, a JSON line each: the pipe's writing end.
+        progress_fd: Shared memory in which it notes the furthest (pass, element), so that its supervisor knows it
+            after a `kill -9`.
+        restarted: Whether a producer of this feed has died before.
+        payload: `dataset_fn`, pickled by value where it must be, or a dataset's graph.
+        payload_kind: "function" or "graph".
+        source_spec: The element spec that goes with a graph, as `spec.encode_spec` wrote it, in text.
+    """
+
+    options: dict[str, Any]
+    size: int
+    token: bytes
+    seed: int
+    host: str
+    port: int
+    parent: int
+    module_path: list[str]
+    control_fd: int
+    progress_fd: int
+    restarted: bool
+    payload: bytes
+    payload_kind: str
+    source_spec: str = ""
+
+    def write_to(self, pipe: BinaryIO) -> None:
+        """Writes this to the child's standard input, an unbuffered pipe."""
+        settings = dataclasses.asdict(self)
+        settings["token"] = self.token.hex()
+        del settings["payload"]
+        header = json.dumps(settings).encode()
+        for part in (header, self.payload):
+            for data in (_LENGTH.pack(len(part)), part):
+                view = memoryview(data)
+                while view:
+                    view = view[pipe.write(view) :]
+
+    @classmethod
+    def read_from(cls, fd: int) -> Launch:
+        """Reads what `write_to` wrote."""
+        settings = json.loads(_read_part(fd))
+        settings["token"] = bytes.fromhex(settings["token"])
+        return cls(payload=_read_part(fd), **settings)
+
+
+def _read_part(fd: int) -> bytes:
+    return _read_exactly(fd, _LENGTH.unpack(_read_exactly(fd, _LENGTH.size))[0])
+
+
+def _read_exactly(fd: int, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        piece = os.read(fd, min(count - len(data), 1 << 20))
+        if not piece:
+            raise EOFError("the rank that starts this producer is gone")
+        data += piece
+    return bytes(data)
+
+
+def pickle_function(function: Callable[..., Any]) -> bytes:
+    """Returns `dataset_fn` as bytes for the child; functions of `__main__`, lambdas and closures go by value.
+
+    Raises:
+        TypeError: It captures what can't be pickled; the message says what.
+    """
+    try:
+        return bytes(cloudpickle.dumps(function))
+    except (pickle.PicklingError, TypeError, AttributeError, ValueError, NotImplementedError, RuntimeError) as error:
+        captured = ", ".join(_captured(function)) or "nothing that shows"
+        raise TypeError(
+            f"dataset_fn can't be sent to the producer: {error}. It captures: {captured}. "
+            "Create what can't be pickled (models, locks, open files, iterators) inside dataset_fn"
+        ) from error
+
+
+def _captured(function: Callable[..., Any]) -> list[str]:
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return [type(function).__name__]
+    names = list(code.co_freevars)
+    names += [name for name in code.co_names if name in getattr(function, "__globals__", {})]
+    return names

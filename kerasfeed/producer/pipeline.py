@@ -1,0 +1,321 @@
+"""The user's dataset in the producer: built under a seed, walked to any element, one encoded element at a time.
+
+Seeding must not change what a pipeline means. A pipeline with stateful random ops (`tf.random.*`, `tf.image.random_*`)
+would draw the same numbers in every epoch once `tf.random.set_seed` has been called; so it is built anew for each pass,
+under a seed of (seed, pass). All others are built once, and a pass is an iterator over the same dataset, as in `fit`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import inspect
+import os
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.core.framework import graph_pb2
+from tensorflow.python.data.ops import dataset_ops
+from tensorflow.python.data.ops import options as tf_options
+from tensorflow.python.ops import gen_experimental_dataset_ops
+
+from kerasfeed import spec as spec_lib
+
+# Ops that draw from a kernel's own generator, seeded by the graph seed (tensorflow/core/ops/random_ops.cc and
+# image_ops.cc). The stateless ones and those of tf.random.Generator carry their state themselves.
+_STATEFUL_RANDOM = frozenset(
+    {
+        "RandomUniform",
+        "RandomUniformInt",
+        "RandomStandardNormal",
+        "ParameterizedTruncatedNormal",
+        "TruncatedNormal",
+        "RandomShuffle",
+        "Multinomial",
+        "RandomGamma",
+        "RandomPoisson",
+        "RandomPoissonV2",
+        "RandomCrop",
+        "SampleDistortedBoundingBox",
+        "SampleDistortedBoundingBoxV2",
+    }
+)
+_PYTHON = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
+_RESOURCES = frozenset(
+    {"VarHandleOp", "MutableHashTableV2", "MutableDenseHashTableV2", "RngReadAndSkip", "StatefulUniform"}
+)
+_CONTEXT_NAMES = ("ctx", "context", "input_context")
+
+
+def takes_context(function: Callable[..., Any]) -> bool:
+    """Whether `dataset_fn` wants the input context.
+
+    Raises:
+        TypeError: It needs more than one argument.
+    """
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return True
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [p for p in positional if p.default is p.empty]
+    required += [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    if len(required) > 1:
+        raise TypeError(
+            "dataset_fn must take one argument (the tf.distribute.InputContext) or none. "
+            f"Received: a function with the required arguments {', '.join(p.name for p in required)}"
+        )
+    if required:
+        return required[0] in positional
+    return bool(positional and positional[0].name in _CONTEXT_NAMES)
+
+
+def serialize_dataset(dataset: tf.data.Dataset) -> bytes:
+    """Returns the graph of a dataset, so that another process can run it.
+
+    Raises:
+        ValueError: The graph calls into this process's Python, or holds resources of it.
+    """
+    try:
+        graph = _graph_of(dataset)
+    except (tf.errors.OpError, NotImplementedError, ValueError) as error:
+        raise ValueError(
+            f"this tf.data.Dataset can't travel to the producer ({error}). Give a function that builds it instead: "
+            "DataFeeder(lambda: dataset_code())"
+        ) from error
+    parsed = graph_pb2.GraphDef.FromString(graph)
+    ops = _ops_in(parsed)
+    for found, what in (
+        (ops & _PYTHON, "calls Python code (py_function, numpy_function or from_generator)"),
+        (ops & _RESOURCES, "captures a resource of this process (a tf.Variable, tf.random.Generator or mutable table)"),
+    ):
+        if found:
+            raise ValueError(
+                f"this tf.data.Dataset can't travel to the producer: it {what}, found as {', '.join(sorted(found))}. "
+                "Give a function that builds the dataset instead: DataFeeder(lambda: dataset_code())"
+            )
+    return graph
+
+
+def _graph_of(dataset: tf.data.Dataset) -> bytes:
+    graph = dataset._as_serialized_graph(external_state_policy=tf_options.ExternalStatePolicy.IGNORE)
+    return bytes(graph.numpy())
+
+
+def _ops_in(graph: graph_pb2.GraphDef) -> frozenset[str]:
+    nodes = [node.op for node in graph.node]
+    nodes += [node.op for function in graph.library.function for node in function.node_def]
+    return frozenset(nodes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Traits:
+    """What the graph of a dataset says about replaying it.
+
+    Attributes:
+        random_ops: Names of its stateful random ops.
+        keeps_state: Why a pass depends on the passes before it, beyond shuffles that reshuffle; empty if it does not.
+        cache_files: Names of the files of `cache(filename)`.
+        cheap_walk: Whether pulling one element of a pass leaves the same state behind as pulling all.
+    """
+
+    random_ops: frozenset[str] = frozenset()
+    keeps_state: str = ""
+    cache_files: tuple[str, ...] = ()
+    cheap_walk: bool = False
+
+    @classmethod
+    def of(cls, dataset: tf.data.Dataset) -> Traits:
+        """Returns the traits of a dataset; the most careful ones where its graph can't be had."""
+        try:
+            graph = graph_pb2.GraphDef.FromString(_graph_of(dataset))
+        except (tf.errors.OpError, NotImplementedError, ValueError):
+            return cls(keeps_state="its graph can't be inspected")
+        ops = _ops_in(graph)
+        consts = {node.name: node for node in graph.node if node.op == "Const"}
+        files = []
+        for node in graph.node:
+            if node.op.startswith("CacheDataset"):
+                source = consts.get(node.input[1].split(":")[0].lstrip("^"))
+                files.append(tf.make_ndarray(source.attr["value"].tensor).item().decode() if source is not None else "")
+        reasons = []
+        if "" in files:
+            reasons.append("it holds an in-memory cache()")
+        if ops & _RESOURCES:
+            reasons.append("it holds a variable, table or tf.random.Generator")
+        if any(n.op.startswith("ShuffleDataset") and not n.attr["reshuffle_each_iteration"].b for n in graph.node):
+            reasons.append("it shuffles with reshuffle_each_iteration=False")
+        stateful = bool(reasons) or bool(ops & _PYTHON) or any(op.startswith("Repeat") for op in ops)
+        stateful = stateful or "ShuffleAndRepeatDatasetV2" in ops or bool(files)
+        return cls(ops & _STATEFUL_RANDOM, " and ".join(reasons), tuple(f for f in files if f), not stateful)
+
+
+class EndOfPass(Exception):
+    """A pass over the dataset is over.
+
+    Args:
+        pass_: Which pass, from 0.
+        elements: How many elements it had.
+    """
+
+    def __init__(self, pass_: int, elements: int):
+        super().__init__(f"pass {pass_} ended after {elements} elements")
+        self.pass_ = pass_
+        self.elements = elements
+
+
+class Pipeline:
+    """The elements of a dataset, pass after pass, from any element on.
+
+    Args:
+        source: `dataset_fn`, or the bytes of a dataset's graph.
+        source_spec: The element spec that goes with a graph.
+        size: Number of ranks: `num_replicas_in_sync` of the input context.
+        seed: The feed's seed.
+        restarted: Whether a producer of this feed has died before: its stale cache locks are removed.
+        log: Called with each warning.
+    """
+
+    def __init__(
+        self,
+        source: Callable[..., Any] | bytes,
+        source_spec: Any,
+        size: int,
+        seed: int,
+        restarted: bool = False,
+        log: Callable[[str], None] = print,
+    ):
+        self._source = source
+        self._source_spec = source_spec
+        self._size = size
+        self._seed = seed
+        self._log = log
+        self._dataset = self._build(0)
+        self._traits = Traits.of(self._dataset)
+        self._per_pass = False
+        if self._traits.random_ops and callable(source):
+            self._per_pass = not self._traits.keeps_state
+            if not self._per_pass:
+                log(
+                    f"dataset_fn uses {', '.join(sorted(self._traits.random_ops))}, which will draw the same numbers in "
+                    f"every epoch: the feed seeds TensorFlow, and can't build the dataset anew for each epoch because "
+                    f"{self._traits.keeps_state}. Use stateless random ops, or a tf.random.Generator"
+                )
+        if restarted:
+            for name in self._traits.cache_files:
+                for lock in glob.glob(glob.escape(name) + "_*.lockfile"):
+                    log(f"removing the lock that a dead producer left: {lock}")
+                    os.remove(lock)
+        self.spec = spec_lib.encode_spec(self._dataset.element_spec)
+        self._claimed = int(self._dataset.cardinality())
+        self._iterator: Iterator[Any] | None = None
+        self._pass = -1
+        self._element = 0
+        self._fresh_pass = 0
+        self._lengths: dict[int, int] = {}
+
+    @property
+    def cardinality(self) -> int:
+        """Elements in a pass, or tf.data's `INFINITE_CARDINALITY` or `UNKNOWN_CARDINALITY`."""
+        return self._claimed
+
+    @property
+    def standing(self) -> tuple[int, int]:
+        """(pass, element) of what `next` yields."""
+        return (self._pass, self._element) if self._iterator is not None else (self._pass + 1, 0)
+
+    def _build(self, pass_: int) -> tf.data.Dataset:
+        # SeedSequence mixes (seed, pass) so that neighbouring passes have unrelated seeds.
+        mixed = int(np.random.SeedSequence((self._seed, pass_)).generate_state(1)[0]) & 0x7FFFFFFF
+        random.seed(mixed)
+        np.random.seed(mixed)
+        tf.random.set_seed(mixed)
+        if isinstance(self._source, bytes):
+            variant = gen_experimental_dataset_ops.dataset_from_graph(self._source)
+            return dataset_ops._VariantDataset(variant, self._source_spec)
+        context = tf.distribute.InputContext(1, 0, self._size)
+        dataset = self._source(context) if takes_context(self._source) else self._source()
+        if not isinstance(dataset, tf.data.Dataset):
+            raise TypeError(f"dataset_fn must return a tf.data.Dataset. Received: {type(dataset).__name__}")
+        return dataset
+
+    def _start_pass(self, pass_: int) -> None:
+        """Makes the iterator of a pass; in a dataset that is built once, after walking the passes before it."""
+        if self._per_pass:
+            if pass_ != 0 or self._fresh_pass != 0:
+                self._dataset = self._build(pass_)
+            self._fresh_pass = pass_
+        elif pass_ < self._fresh_pass:
+            self._dataset, self._fresh_pass = self._build(0), 0
+        self._iterator = None
+        while self._fresh_pass < pass_:
+            walked = iter(self._dataset)
+            next(walked, None)
+            if not self._traits.cheap_walk:
+                for _ in walked:
+                    pass
+            self._fresh_pass += 1
+        self._iterator = iter(self._dataset)
+        self._fresh_pass += 1
+        self._pass, self._element = pass_, 0
+
+    def seek(self, pass_: int, element: int, joined: bool, ended: Callable[[int, int], None]) -> None:
+        """Stands at an element, so that `next` yields it.
+
+        Args:
+            pass_: The pass over the dataset.
+            element: The element of that pass. In a joined stream it may lie in a later pass.
+            joined: Whether passes follow each other without a gap.
+            ended: Called with (pass, elements) for each pass whose end is met.
+
+        Raises:
+            RuntimeError: The pass has less elements than it had before, or an endless stream is empty.
+        """
+        while joined and 0 < self._lengths.get(pass_, element + 1) <= element:
+            element -= self._lengths[pass_]
+            pass_ += 1
+        if self.standing[0] != pass_ or self.standing[1] > element:
+            self._start_pass(pass_)
+        to_skip = element - self.standing[1]
+        while to_skip > 0:
+            try:
+                self._pull()
+                to_skip -= 1
+            except EndOfPass as end:
+                ended(end.pass_, end.elements)
+                if not joined:
+                    raise RuntimeError(
+                        f"this pipeline can't be replayed: pass {pass_} now has {end.elements} elements, but element "
+                        f"{element} of it was produced before"
+                    ) from None
+                if end.elements == 0:
+                    raise RuntimeError("the dataset is empty") from None
+
+    def next(self) -> spec_lib.EncodedElement:
+        """Returns the next element.
+
+        Raises:
+            EndOfPass: The pass is over; the next call starts the next one.
+        """
+        return spec_lib.encode_element(self._pull())
+
+    def _pull(self) -> Any:
+        if self._iterator is None:
+            self._start_pass(self._pass + 1)
+        assert self._iterator is not None
+        try:
+            value = next(self._iterator)
+        except StopIteration:
+            self._iterator = None
+            self._lengths[self._pass] = self._element
+            raise EndOfPass(self._pass, self._element) from None
+        if 0 <= self._claimed <= self._element:
+            raise RuntimeError(
+                f"the dataset says that it has {self._claimed} elements (its cardinality), but it yields more. "
+                "Correct its assert_cardinality"
+            )
+        self._element += 1
+        return value

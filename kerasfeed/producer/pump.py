@@ -1,0 +1,37 @@
+"""The pump: the producer's main thread, which takes elements from the pipeline and puts them into the window.
+
+It works only when the window asks for work, and ends when the window says so. An exception of the pipeline becomes the
+window's failure: the pump then has nothing more to do.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+
+from kerasfeed.producer.pipeline import EndOfPass, Pipeline
+from kerasfeed.producer.window import Seek, Window
+
+
+def run(window: Window, pipeline: Pipeline, produced: Callable[[int, int], None]) -> None:
+    """Pumps until the window has no more work.
+
+    Args:
+        window: Where elements go.
+        pipeline: Where they come from.
+        produced: Called with (pass, element) after each element: how far the producer has come.
+    """
+    while (work := window.wait_for_work()) is not None:
+        try:
+            if isinstance(work, Seek):
+                pipeline.seek(work.pass_, work.element, work.joined, window.note_pass_length)
+                continue
+            element = pipeline.next()
+        except EndOfPass as end:
+            window.end_pass(work.generation, end.pass_, end.elements)
+        except Exception:
+            pass_, index = pipeline.standing
+            window.fail(work.generation, f"element {index} of pass {pass_} raised:\n{traceback.format_exc()}")
+        else:
+            window.put(work.generation, element)
+            produced(*pipeline.standing)

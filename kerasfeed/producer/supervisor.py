@@ -1,0 +1,312 @@
+"""The rank's side of the producer process: starts it, passes its output on, restarts it when it dies, ends it.
+
+One thread owns the child from its start to its end, restarts included; two more per child pass on its output. The
+supervisor never talks to the child over the network: news comes over a pipe, life hangs on another.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import logging
+import mmap
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+from kerasfeed.errors import ProducerError
+from kerasfeed.producer.launch import PROGRESS, Launch
+
+_LOG = logging.getLogger("kerasfeed")
+_MAX_DEATHS = 3
+_RESTART_SECONDS = 0.2
+_PORT_SECONDS = 120.0
+_KEPT_LINES = 20
+_HIDDEN_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+# A producer is no rank: with a launcher's variables it could join the job by mistake.
+_LAUNCHER_PREFIXES = ("HOROVOD_", "OMPI_", "PMI_", "PMIX_")
+
+
+def _environment(seed: int) -> dict[str, str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER_PREFIXES) and k != "KERASFEED_TOKEN"}
+    env.update(dict.fromkeys(_HIDDEN_DEVICES, "-1"))
+    env["PYTHONHASHSEED"] = str(seed)
+    env["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    env["PYTHONSAFEPATH"] = "1"
+    env["PYTHONUNBUFFERED"] = "1"
+    env["KERASFEED_PRODUCER"] = "1"
+    return env
+
+
+class Supervisor:
+    """Keeps one feed's producer alive.
+
+    Args:
+        launch: What the producer is told; descriptors and port are filled in here.
+        published: Called with (host, port) whenever a producer listens, from the supervisor's thread.
+        gave_up: Called with a message when there will be no producer any more, from the supervisor's thread.
+    """
+
+    def __init__(self, launch: Launch, published: Callable[[str, int], None], gave_up: Callable[[str], None]):
+        self._launch = launch
+        self._name = launch.options["name"]
+        self._published = published
+        self._gave_up = gave_up
+        self._owner = os.getpid()
+        self._news = threading.Condition()
+        self._port: int | None = None
+        self._failure: str | None = None
+        self._complete = False
+        self._statistics: bytes | None = None
+        self._stopping = False
+        self._child: subprocess.Popen[bytes] | None = None
+        self._deaths: list[str] = []
+        self._furthest = (-1, -1)
+        self._last_lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
+        self._thread = threading.Thread(target=self._run, name=f"kerasfeed-supervisor-{self._name}", daemon=True)
+
+    def start(self) -> None:
+        """Starts the producer and waits until it listens.
+
+        Raises:
+            ProducerError: It does not come to listen.
+        """
+        self._thread.start()
+        deadline = time.monotonic() + _PORT_SECONDS
+        with self._news:
+            while self._port is None and self._failure is None:
+                if not self._news.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
+                    self._failure = f"the producer of feed {self._name!r} does not listen after {_PORT_SECONDS:.0f} s"
+            failure = self._failure if self._port is None else None
+        if failure is not None:
+            self.stop()
+            raise ProducerError(failure)
+
+    @property
+    def failure(self) -> str | None:
+        """Why there is no producer any more, if it was given up."""
+        return self._failure
+
+    @property
+    def pid(self) -> int | None:
+        """The producer's process id, or `None` if none runs."""
+        child = self._child
+        return child.pid if child is not None and child.returncode is None else None
+
+    @property
+    def statistics(self) -> bytes | None:
+        """The last `Status` message of a producer that ended in peace."""
+        return self._statistics
+
+    @property
+    def complete(self) -> bool:
+        """Whether all ranks have come to the producer."""
+        return self._complete
+
+    def wait(self, timeout: float) -> bool:
+        """Waits for the producer to end by itself, as it does when all ranks have left. Returns whether it did."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def stop(self) -> None:
+        """Ends the producer now, and all that it started."""
+        if os.getpid() != self._owner:
+            return
+        with self._news:
+            self._stopping = True
+            child = self._child
+        if child is not None:
+            _close_quietly(child.stdin)
+            self._thread.join(2.0)
+            if self._thread.is_alive():
+                _kill_group(child.pid)
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(10.0)
+
+    # ---- The supervisor's thread ----
+
+    def _run(self) -> None:
+        progress = os.memfd_create(f"kerasfeed-progress-{self._name}", os.MFD_CLOEXEC)
+        os.ftruncate(progress, PROGRESS.size)
+        memory = mmap.mmap(progress, PROGRESS.size)
+        PROGRESS.pack_into(memory, 0, -1, -1)
+        try:
+            while self._run_child(progress):
+                self._note_death(PROGRESS.unpack_from(memory, 0))
+                if self._failure is not None:
+                    self._gave_up(self._failure)
+                    return
+                time.sleep(_RESTART_SECONDS)
+        except Exception as error:
+            message = f"the producer of feed {self._name!r} can't be started: {error}"
+            self._give_up(message)
+            self._gave_up(message)
+        finally:
+            memory.close()
+            os.close(progress)
+
+    def _run_child(self, progress: int) -> bool:
+        """Runs one child to its end. Returns whether another one is wanted."""
+        control_read, control_write = os.pipe()
+        try:
+            with self._news:
+                if self._stopping:
+                    return False
+                child = self._child = subprocess.Popen(
+                    [sys.executable, "-m", "kerasfeed.producer"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    pass_fds=(control_write, progress),
+                    env=_environment(self._launch.seed),
+                    start_new_session=True,
+                    bufsize=0,
+                )
+        finally:
+            os.close(control_write)
+        assert child.stdin is not None and child.stdout is not None and child.stderr is not None
+        relays = [
+            threading.Thread(target=self._relay, args=(pipe, out), name=f"kerasfeed-{label}-{self._name}", daemon=True)
+            for pipe, out, label in ((child.stdout, "stdout", "out"), (child.stderr, "stderr", "err"))
+        ]
+        for relay in relays:
+            relay.start()
+        launch = dataclasses.replace(
+            self._launch,
+            port=self._port or self._launch.port,
+            parent=os.getpid(),
+            control_fd=control_write,
+            progress_fd=progress,
+            restarted=bool(self._deaths),
+        )
+        try:
+            launch.write_to(child.stdin)
+        except (BrokenPipeError, ValueError):
+            pass  # It died, or was stopped, before it had read: the wait below says so.
+        self._follow(control_read, child.pid)
+        # Reap only after the group is killed: until then the id can't be anyone else's.
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        _kill_group(child.pid)
+        child.wait()
+        _close_quietly(child.stdin)
+        for relay in relays:
+            relay.join(5.0)
+        with self._news:
+            if self._stopping or self._failure is not None or child.returncode == 0:
+                return False
+        self._deaths.append(_how_it_ended(child.returncode))
+        return True
+
+    def _follow(self, control: int, pid: int) -> None:
+        """Hears the child's news until the child is dead; the pipe may outlive it, in processes that it forked."""
+        pidfd = os.pidfd_open(pid)
+        pending, dead = b"", False
+        try:
+            os.set_blocking(control, False)
+            while not dead:
+                readable, _, _ = select.select([control, pidfd], [], [])
+                dead = pidfd in readable
+                try:
+                    while piece := os.read(control, 1 << 16):
+                        *lines, pending = (pending + piece).split(b"\n")
+                        for line in lines:
+                            self._hear(json.loads(line))
+                    if not dead:
+                        select.select([pidfd], [], [])
+                        dead = True
+                except BlockingIOError:
+                    pass
+        finally:
+            os.close(control)
+            os.close(pidfd)
+
+    def _hear(self, news: dict[str, Any]) -> None:
+        if "port" in news:
+            self._published(self._launch.host, news["port"])
+            with self._news:
+                self._port = news["port"]
+                self._news.notify_all()
+        elif "refused" in news:
+            if self._deaths and not self._launch.port:
+                # Somebody took the port of the dead producer meanwhile: any other will do.
+                self._port = None
+                return
+            message = f"the producer of feed {self._name!r} {news['refused']}"
+            self._give_up(message)
+            self._gave_up(message)
+        elif "complete" in news:
+            self._complete = True
+        elif "statistics" in news:
+            self._statistics = bytes.fromhex(news["statistics"])
+
+    def _note_death(self, furthest: tuple[int, int]) -> None:
+        if furthest > self._furthest:
+            self._furthest = furthest
+            del self._deaths[:-1]
+        how = self._deaths[-1]
+        where = f"after element {furthest[1]} of pass {furthest[0]}" if furthest[0] >= 0 else "before the first element"
+        if len(self._deaths) >= _MAX_DEATHS:
+            lines = "".join(f"\n  {line}" for line in self._last_lines)
+            self._give_up(
+                f"the producer of feed {self._name!r} died {len(self._deaths)} times {where} ({', '.join(self._deaths)})"
+                f"{', and is given up. Its last output:' + lines if lines else ', and is given up.'}"
+            )
+        else:
+            _LOG.warning("the producer of feed %r died %s (%s); it is restarted", self._name, where, how)
+
+    def _give_up(self, message: str) -> None:
+        with self._news:
+            if self._failure is None:
+                self._failure = message
+            self._news.notify_all()
+
+    def _relay(self, pipe: BinaryIO, stream: str) -> None:
+        """Passes the child's output on, line by line, marked as the producer's."""
+        pending = b""
+        with pipe:
+            while True:
+                piece = os.read(pipe.fileno(), 1 << 16)
+                *lines, pending = (pending + piece.replace(b"\r\n", b"\n").replace(b"\r", b"\n")).split(b"\n")
+                if not piece and pending:
+                    lines.append(pending)
+                for line in lines:
+                    text = line.decode(errors="replace")
+                    if stream == "stderr":
+                        self._last_lines.append(text)
+                    try:
+                        print(f"[producer {self._name}] {text}", file=getattr(sys, stream), flush=True)
+                    except (OSError, ValueError, AttributeError):
+                        pass  # The rank's own output is gone; the child must not stall over it.
+                if not piece:
+                    return
+
+
+def _how_it_ended(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"killed by {name}" + (", perhaps for lack of memory" if name == "SIGKILL" else "")
+
+
+def _kill_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def _close_quietly(pipe: Any) -> None:
+    try:
+        pipe.close()
+    except OSError:
+        pass

@@ -1,0 +1,695 @@
+"""The window: steps that were produced and may have to be served (again), and how far each rank has come.
+
+The pump puts elements in, the service takes steps out, and ranks report progress; nothing here starts a thread, knows a
+socket or touches TensorFlow. One lock guards it all, and every wait happens in `wait_for_work` or `wait_for_item`.
+
+Room is governed by what was delivered, never by what was acknowledged: a rank may pull as far ahead of its training as
+it likes. Acknowledgement only says what will never be asked for again.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from kerasfeed.schedule import Position, Segment
+from kerasfeed.spec import EncodedElement
+
+_FREE_STEPS_AHEAD = 2
+_MIN_ROOM_STEPS = 2
+_POLL_SECONDS = 0.5
+NO_LAST_EPOCH = -1
+
+
+class FailureKind(enum.Enum):
+    """Whose fault it is that no more steps can be delivered."""
+
+    PRODUCER = "producer"
+    RANKS = "ranks"
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """Why nothing is delivered from `position` on (from anywhere, if it is `None`)."""
+
+    kind: FailureKind
+    message: str
+    position: Position | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Delivery:
+    """The element that a rank gets in a step."""
+
+    reader: int
+    position: Position
+    element: EncodedElement
+
+
+@dataclasses.dataclass(frozen=True)
+class EpochEnd:
+    """The answer to a read past the last step of an epoch."""
+
+    reader: int
+    epoch: int
+    steps: int
+
+
+Item = Delivery | EpochEnd | Failure
+
+
+@dataclasses.dataclass(frozen=True)
+class Seek:
+    """Work for the pump: stand at this element of this pass, counting on through later passes in a joined stream."""
+
+    generation: int
+    pass_: int
+    element: int
+    joined: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Produce:
+    """Work for the pump: the next element."""
+
+    generation: int
+
+
+@dataclasses.dataclass
+class EpochCount:
+    """What was produced of an epoch."""
+
+    elements: int = 0
+    steps: int = 0
+    dropped: int = 0
+    complete: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    elements: tuple[EncodedElement, ...]
+    size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cut:
+    """A rank left an epoch before its end, and the producer did so too."""
+
+    rank: int
+    left_at: Position
+    went_to: Position
+
+
+@dataclasses.dataclass
+class _Rank:
+    """How far a rank has come, and what it has asked for."""
+
+    woken: threading.Condition
+    connected: bool = True
+    since: float = 0.0
+    left: bool = False
+    reader: int | None = None
+    next: Position = Position(0, 0)
+    through_epochs: bool = False
+    at_end: bool = False
+    waiting: bool = False
+    credit_steps: int = 1
+    credit_bytes: int = 1
+    inflight: collections.deque[tuple[Position, int]] = dataclasses.field(default_factory=collections.deque)
+    inflight_bytes: int = 0
+    pulled: Position = Position(0, 0)
+    acknowledged: Position = Position(0, 0)
+    trained: dict[int, int] = dataclasses.field(default_factory=dict)
+    last_epoch: int = NO_LAST_EPOCH
+    stuck_since: float | None = None
+
+    def has_credit(self, size: int) -> bool:
+        if not self.inflight:
+            return True
+        return len(self.inflight) < self.credit_steps and self.inflight_bytes + size <= self.credit_bytes
+
+
+class BindError(ValueError):
+    """The ranks do not agree on where a `fit` begins."""
+
+
+class Window:
+    """Steps between the pump and the ranks.
+
+    Args:
+        size: Number of ranks.
+        prefetch: Steps to keep ready ahead of the rank that is furthest.
+        max_bytes: Most bytes to hold; room for two steps is made all the same.
+        steps_per_epoch: Steps of each epoch, or `None`: an epoch is a pass over the dataset.
+        start_timeout: Seconds to wait for all ranks to come, from the first one on.
+        rank_timeout: Seconds after which a rank whose connection broke counts as gone.
+        cut_grace: Seconds that a rank may want a step of an epoch which another rank has left for a later one.
+        log: Called with each warning.
+        complete: Called once, when the last rank has come.
+        clock: Monotonic seconds; a test may replace it.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        prefetch: int,
+        max_bytes: int,
+        steps_per_epoch: int | None = None,
+        start_timeout: float = 600.0,
+        rank_timeout: float = 60.0,
+        cut_grace: float = 10.0,
+        log: Callable[[str], None] = print,
+        complete: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._size = size
+        self._prefetch = prefetch
+        self._max_bytes = max_bytes
+        self._own_steps = steps_per_epoch
+        self._segment = Segment(steps_per_epoch=steps_per_epoch)
+        self._start_timeout = start_timeout
+        self._rank_timeout = rank_timeout
+        self._cut_grace = cut_grace
+        self._log = log
+        self._complete = complete
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._pump_woken = threading.Condition(self._lock)
+        self._ranks: dict[int, _Rank] = {}
+        self._first_came: float | None = None
+        self._steps: dict[Position, _Step] = {}
+        self._bytes = 0
+        self._head: Position | None = None
+        self._partial: list[EncodedElement] = []
+        self._ends: dict[int, int] = {}
+        self._cuts: dict[int, _Cut] = {}
+        self._counts: dict[int, EpochCount] = {}
+        self._pass_lengths: dict[int, int] = {}
+        self._failure: Failure | None = None
+        self._generation = 0
+        self._seek_pending = False
+        self._working_since: float | None = None
+        self._binds: dict[int, tuple[Position, int | None, Segment, Position]] = {}
+        self._stopped = False
+        self._warned_room = False
+
+    # ---- The pump's side ----
+
+    def wait_for_work(self) -> Seek | Produce | None:
+        """Blocks until there is something for the pump to do; `None` means: stop."""
+        with self._lock:
+            while not self._stopped and not self._drained():
+                self._check_ranks()
+                if self._head is None:
+                    self._start_where_ranks_are()
+                if self._seek_pending:
+                    assert self._head is not None
+                    self._seek_pending = False
+                    pass_, element = self._segment.locate(self._head, self._size)
+                    self._working_since = self._clock()
+                    return Seek(self._generation, pass_, element, self._segment.steps_per_epoch is not None)
+                if self._may_produce():
+                    self._working_since = self._clock()
+                    return Produce(self._generation)
+                self._working_since = None
+                self._pump_woken.wait(_POLL_SECONDS)
+            return None
+
+    def put(self, generation: int, element: EncodedElement) -> None:
+        """Adds the next element. One that was produced before the window went elsewhere is forgotten."""
+        with self._lock:
+            if generation != self._generation:
+                return
+            assert self._head is not None
+            epoch = self._head.epoch
+            count = self._counts.setdefault(epoch, EpochCount())
+            self._partial.append(element)
+            count.elements = max(count.elements, self._head.step * self._size + len(self._partial))
+            if len(self._partial) < self._size:
+                return
+            step = _Step(tuple(self._partial), sum(e.size for e in self._partial))
+            self._partial = []
+            self._steps[self._head] = step
+            self._bytes += step.size
+            self._head = Position(epoch, self._head.step + 1)
+            count.steps = max(count.steps, self._head.step)
+            if self._head.step == self._segment.steps_per_epoch:
+                self._end_epoch()
+            self._trim()
+            self._wake_ranks()
+
+    def end_pass(self, generation: int, pass_: int, elements: int) -> None:
+        """Says that pass `pass_` over the dataset had `elements` elements in all, and is over."""
+        with self._lock:
+            self.note_pass_length(pass_, elements)
+            if generation != self._generation:
+                return
+            if self._segment.steps_per_epoch is None:
+                self._end_epoch()
+            elif elements == 0:
+                steps = self._segment.steps_per_epoch
+                self._fail(FailureKind.PRODUCER, f"the dataset is empty: it can't fill an epoch of {steps} steps")
+            self._wake_ranks()
+
+    def note_pass_length(self, pass_: int, elements: int) -> None:
+        """Says how many elements pass `pass_` over the dataset has."""
+        with self._lock:
+            self._pass_lengths[pass_] = elements
+
+    def fail(self, generation: int, message: str) -> None:
+        """Says that the next element can't be produced. Steps that are complete are still delivered."""
+        with self._lock:
+            if generation == self._generation:
+                self._fail(FailureKind.PRODUCER, message, self._head)
+
+    def _end_epoch(self) -> None:
+        assert self._head is not None
+        epoch = self._head.epoch
+        count = self._counts.setdefault(epoch, EpochCount())
+        count.steps = self._head.step
+        count.dropped = len(self._partial)
+        count.complete = True
+        self._partial = []
+        self._ends[epoch] = self._head.step
+        self._cuts.pop(epoch, None)
+        self._head = Position(epoch + 1, 0)
+
+    def _fail(self, kind: FailureKind, message: str, position: Position | None = None) -> None:
+        if self._failure is None:
+            self._failure = Failure(kind, message, position)
+            self._wake_ranks()
+
+    def _wake_ranks(self) -> None:
+        for state in self._ranks.values():
+            state.woken.notify_all()
+
+    def _start_where_ranks_are(self) -> None:
+        readers = [r for r in self._ranks.values() if r.reader is not None and not r.left]
+        if readers and len(self._ranks) == self._size:
+            self._go_to(min(r.next for r in readers))
+
+    def _go_to(self, position: Position) -> None:
+        """Lets the pump produce from `position` on. Steps before it stay, for ranks that have yet to get them."""
+        for later in [key for key in self._steps if key >= position]:
+            self._drop(later)
+        self._head = position
+        self._partial = []
+        self._generation += 1
+        self._seek_pending = True
+        self._pump_woken.notify_all()
+
+    def _active(self) -> Iterator[_Rank]:
+        return (r for r in self._ranks.values() if not r.left)
+
+    def _may_produce(self) -> bool:
+        if self._head is None or self._failure is not None:
+            return False
+        if self._partial:
+            return True
+        readers = [r for r in self._active() if r.reader is not None]
+        if not readers:
+            return False
+        last_epoch = max(r.last_epoch for r in self._active())
+        beyond_fit = NO_LAST_EPOCH < last_epoch <= self._head.epoch
+        if any(not r.at_end and r.next >= self._head and (r.waiting or not beyond_fit) for r in readers):
+            return self._has_room()
+        current = max(r.next.epoch - 1 if r.at_end else r.next.epoch for r in readers)
+        if self._head.epoch > current:
+            if self._head.epoch > current + 1 or beyond_fit:
+                return False
+            if last_epoch == NO_LAST_EPOCH and self._head.step >= _FREE_STEPS_AHEAD:
+                return False
+        return self._steps_from(max(r.next for r in readers)) < self._prefetch and self._has_room()
+
+    def _steps_from(self, position: Position) -> int:
+        count = 0
+        for key in reversed(self._steps):
+            if key < position:
+                break
+            count += 1
+        return count
+
+    def _has_room(self) -> bool:
+        last = next(reversed(self._steps.values()), None)
+        expected = last.size if last is not None else 0
+        delivered = min((r.next for r in self._active()), default=Position(0, 0))
+        while self._steps and self._bytes + expected > self._max_bytes:
+            oldest = next(iter(self._steps))
+            if oldest >= delivered:
+                break
+            self._drop(oldest)
+        if self._bytes + expected <= self._max_bytes:
+            return True
+        if self._steps_from(delivered) >= _MIN_ROOM_STEPS:
+            return False
+        if not self._warned_room:
+            self._warned_room = True
+            self._log(
+                f"max_buffer_bytes={self._max_bytes} holds less than two steps of {expected} bytes each; "
+                "room for two steps is kept all the same"
+            )
+        return True
+
+    def _drop(self, position: Position) -> None:
+        self._bytes -= self._steps.pop(position).size
+
+    def _trim(self) -> None:
+        """Forgets what every rank has trained."""
+        if len(self._ranks) < self._size:
+            return
+        trained = min((r.acknowledged for r in self._active()), default=None)
+        while self._steps:
+            oldest = next(iter(self._steps))
+            if trained is not None and oldest >= trained:
+                break
+            self._drop(oldest)
+
+    # ---- The ranks' side ----
+
+    def attend(self, rank: int, acknowledged: Position, segment: Segment | None) -> None:
+        """A rank has come (back).
+
+        Raises:
+            BindError: It believes in other segments than the ranks that came before it.
+        """
+        with self._lock:
+            if segment is not None and segment != self._segment:
+                if self._ranks and segment.first_epoch == self._segment.first_epoch:
+                    raise BindError(f"rank {rank} goes on from {segment}, but another rank from {self._segment}")
+                if segment.first_epoch >= self._segment.first_epoch:
+                    self._segment = segment
+            known = self._ranks.get(rank)
+            if known is None:
+                known = self._ranks[rank] = _Rank(threading.Condition(self._lock))
+                if len(self._ranks) == self._size:
+                    self._complete()
+            known.connected, known.left, known.since = True, False, self._clock()
+            known.reader = None
+            known.acknowledged = max(known.acknowledged, acknowledged)
+            known.pulled = max(known.pulled, acknowledged)
+            known.next = max(known.next, acknowledged)
+            if self._first_came is None:
+                self._first_came = self._clock()
+            self._pump_woken.notify_all()
+
+    def read(
+        self, rank: int, reader: int, position: Position, through_epochs: bool, credit_steps: int, credit_bytes: int
+    ) -> None:
+        """A rank asks for the steps from `position` on; what it asked for earlier is void."""
+        with self._lock:
+            state = self._ranks[rank]
+            left_at = state.pulled
+            state.reader, state.next, state.pulled = reader, position, position
+            state.through_epochs, state.at_end, state.waiting = through_epochs, False, False
+            state.credit_steps, state.credit_bytes = credit_steps, credit_bytes
+            state.inflight.clear()
+            state.inflight_bytes = 0
+            state.stuck_since = None
+            if self._head is not None:
+                if position > self._head:
+                    for epoch in range(self._head.epoch, position.epoch):
+                        if epoch not in self._ends:
+                            self._cuts[epoch] = _Cut(rank, left_at, position)
+                    self._go_to(position)
+                elif not self._is_retained(position):
+                    self._go_to(position)
+            self._pump_woken.notify_all()
+            state.woken.notify_all()
+
+    def _is_retained(self, position: Position) -> bool:
+        if position == self._head or position in self._steps:
+            return True
+        return position.step >= self._ends.get(position.epoch, position.step + 1)
+
+    def progress(
+        self,
+        rank: int,
+        reader: int,
+        pulled: Position,
+        acknowledged: Position,
+        trained: dict[int, int],
+        waiting: bool = False,
+    ) -> None:
+        """A rank has pulled all steps before `pulled`, trained all before `acknowledged`, and waits for more or not."""
+        with self._lock:
+            state = self._ranks[rank]
+            if reader == state.reader:
+                state.pulled = max(state.pulled, pulled)
+                while state.inflight and state.inflight[0][0] < pulled:
+                    state.inflight_bytes -= state.inflight.popleft()[1]
+                state.waiting = waiting and not state.inflight
+            state.acknowledged = max(state.acknowledged, acknowledged)
+            state.trained.update(trained)
+            self._trim()
+            self._pump_woken.notify_all()
+            state.woken.notify_all()
+
+    def bind(
+        self, rank: int, binding: int, position: Position, steps_per_epoch: int | None, last_epoch: int
+    ) -> tuple[Segment, Position]:
+        """A `fit` begins at `position`; returns the segment that holds from now on, and the position in its terms.
+
+        The first rank to bind settles it, the others must say the same.
+
+        Raises:
+            BindError: They don't.
+        """
+        with self._lock:
+            state = self._ranks[rank]
+            state.last_epoch = last_epoch
+            state.reader = None
+            settled = self._binds.get(binding)
+            if settled is None:
+                segment, start = self._resolve(position, steps_per_epoch)
+                if segment != self._segment:
+                    if start.epoch > position.epoch:
+                        self._close_epoch(position)
+                    self._segment = segment
+                    if self._head is not None:
+                        self._go_to(start)
+                settled = self._binds[binding] = (position, steps_per_epoch, segment, start)
+            if (position, steps_per_epoch) != settled[:2]:
+                raise BindError(
+                    f"rank {rank} begins its fit at {position} with steps_per_epoch={steps_per_epoch}, "
+                    f"but another rank at {settled[0]} with steps_per_epoch={settled[1]}"
+                )
+            state.acknowledged = max(state.acknowledged, settled[3])
+            self._pump_woken.notify_all()
+            return settled[2], settled[3]
+
+    def _resolve(self, position: Position, fit_steps: int | None) -> tuple[Segment, Position]:
+        current = self._segment
+        if position.epoch < current.first_epoch:
+            return current, Position(current.first_epoch, 0)
+        steps = fit_steps if fit_steps is not None else self._own_steps
+        realign = fit_steps is not None and position.step > 0
+        if steps == current.steps_per_epoch and not realign:
+            return current, position
+        start = position if position.step == 0 else Position(position.epoch + 1, 0)
+        pass_, element = current.locate(position, self._size)
+        while element and element >= self._pass_lengths.get(pass_, element + 1):
+            element -= self._pass_lengths[pass_]
+            pass_ += 1
+        return Segment(start.epoch, pass_, element, steps), start
+
+    def _close_epoch(self, position: Position) -> None:
+        """Ends an epoch where a `fit` broke off and the next one starts an epoch of its own."""
+        count = self._counts.setdefault(position.epoch, EpochCount())
+        count.elements, count.steps, count.dropped = position.step * self._size, position.step, 0
+        count.complete = True
+        self._ends[position.epoch] = position.step
+        for epoch in [e for e in self._counts if e > position.epoch]:
+            del self._counts[epoch]
+            self._ends.pop(epoch, None)
+
+    def leave(self, rank: int, error: str) -> None:
+        """A rank needs no more steps; with an error, the others can't go on either."""
+        with self._lock:
+            self._ranks[rank].left = True
+            if error:
+                self._fail(FailureKind.RANKS, f"rank {rank} left with an error: {error}")
+            self._trim()
+            self._pump_woken.notify_all()
+
+    def disconnected(self, rank: int) -> None:
+        """A rank's connection is gone; it may come back."""
+        with self._lock:
+            state = self._ranks[rank]
+            state.connected, state.reader, state.since = False, None, self._clock()
+            self._pump_woken.notify_all()
+
+    def wait_for_item(self, rank: int, interrupted: Callable[[], bool], knows_failure: bool = False) -> Item | None:
+        """Blocks for what `rank` gets next; `None` when `interrupted()` (looked at after each `wake`).
+
+        A rank that knows of the failure already gets nothing more.
+        """
+        with self._lock:
+            state = self._ranks[rank]
+            while not interrupted():
+                self._check_ranks()
+                item = None if knows_failure else self._take(rank)
+                if item is not None:
+                    self._pump_woken.notify_all()
+                    return item
+                state.woken.wait(_POLL_SECONDS)
+            return None
+
+    def wake(self, rank: int) -> None:
+        """Lets `wait_for_item` of this rank look at its condition again."""
+        with self._lock:
+            self._ranks[rank].woken.notify_all()
+
+    def _take(self, rank: int) -> Item | None:
+        state = self._ranks[rank]
+        if self._failure is not None:
+            position = self._failure.position
+            reached = state.reader is not None and not state.at_end and position is not None and state.next >= position
+            if position is None or reached:
+                return self._failure
+        if state.reader is None or state.at_end or self._head is None or len(self._ranks) < self._size:
+            return None
+        position = state.next
+        end = self._ends.get(position.epoch)
+        if end is not None and position.step >= end:
+            state.next = Position(position.epoch + 1, 0)
+            state.at_end = not state.through_epochs
+            return EpochEnd(state.reader, position.epoch, end)
+        step = self._steps.get(position)
+        if step is None:
+            self._check_cut(rank, state)
+            return None
+        element = step.elements[rank]
+        if not state.has_credit(element.size):
+            return None
+        state.inflight.append((position, element.size))
+        state.inflight_bytes += element.size
+        state.next = Position(position.epoch, position.step + 1)
+        state.stuck_since, state.waiting = None, False
+        return Delivery(state.reader, position, element)
+
+    def _check_cut(self, rank: int, state: _Rank) -> None:
+        cut = self._cuts.get(state.next.epoch)
+        if cut is None or (self._head is not None and self._head <= state.next):
+            return
+        now = self._clock()
+        if state.stuck_since is None:
+            state.stuck_since = now
+        if now - state.stuck_since >= self._cut_grace:
+            self._fail(
+                FailureKind.RANKS,
+                f"the ranks iterate over different epochs: rank {cut.rank} left epoch {state.next.epoch} at step "
+                f"{cut.left_at.step} and went on to {cut.went_to}, but rank {rank} still asks for {state.next}. "
+                "All ranks must pull the same number of iterators; with model.fit, FeedCallback takes care of it",
+            )
+
+    def _check_ranks(self) -> None:
+        now = self._clock()
+        if self._first_came is not None and now - self._first_came >= self._start_timeout:
+            missing = self._missing()
+            if missing:
+                self._fail(
+                    FailureKind.RANKS,
+                    f"{_ranks(missing)} of {self._size} did not come within {self._start_timeout:g} s "
+                    f"(present: {_ranks(sorted(self._ranks))}). All ranks must use the feed, and build the same feeders",
+                )
+        for rank, state in self._ranks.items():
+            if not state.connected and not state.left and now - state.since >= self._rank_timeout:
+                self._fail(
+                    FailureKind.RANKS,
+                    f"rank {rank} is gone: its connection broke {self._rank_timeout:g} s ago at {state.pulled}",
+                )
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(self._size) if rank not in self._ranks]
+
+    # ---- Life and news ----
+
+    def abandon(self, message: str) -> None:
+        """Nothing can be produced at all: every rank is told at once."""
+        with self._lock:
+            self._fail(FailureKind.PRODUCER, message)
+
+    def stop(self) -> None:
+        """Lets the pump return from its wait."""
+        with self._lock:
+            self._stopped = True
+            self._pump_woken.notify_all()
+
+    @property
+    def drained(self) -> bool:
+        """Whether all ranks have come and left."""
+        with self._lock:
+            return self._drained()
+
+    def _drained(self) -> bool:
+        return len(self._ranks) == self._size and all(r.left for r in self._ranks.values())
+
+    @property
+    def segment(self) -> Segment:
+        """The segment that holds now."""
+        with self._lock:
+            return self._segment
+
+    @property
+    def furthest(self) -> Position:
+        """The next step that will be produced."""
+        with self._lock:
+            return self._head or Position(0, 0)
+
+    def waiting_for(self, rank: int) -> str:
+        """Returns in words what keeps `rank` from its next step."""
+        with self._lock:
+            if len(self._ranks) < self._size:
+                return f"{_ranks(self._missing())} to use this feed"
+            state = self._ranks[rank]
+            if self._failure is not None:
+                return f"nothing: {self._failure.message}"
+            if self._working_since is not None:
+                seconds = self._clock() - self._working_since
+                where = f"{self._head}, element {len(self._partial) + 1} of {self._size}"
+                return f"the pipeline, at work on {where} for {seconds:.0f} s"
+            if state.reader is not None and state.next in self._steps:
+                return "this rank to pull what it was sent"
+            slowest, behind = min(
+                ((r, s) for r, s in self._ranks.items() if not s.left), key=lambda item: item[1].next, default=(rank, state)
+            )
+            return (
+                f"rank {slowest}, which was sent the steps before {behind.next} and pulled those before {behind.pulled}; "
+                f"the window holds {len(self._steps)} steps of {self._bytes} bytes (max_buffer_bytes={self._max_bytes})"
+            )
+
+    def statistics(self) -> list[tuple[int, EpochCount, dict[int, int]]]:
+        """Returns for each epoch what was produced, and how many steps each rank has trained of it."""
+        with self._lock:
+            epochs = sorted(set(self._counts) | {e for r in self._ranks.values() for e in r.trained})
+            return [
+                (
+                    epoch,
+                    dataclasses.replace(self._counts.get(epoch, EpochCount())),
+                    {rank: state.trained.get(epoch, 0) for rank, state in sorted(self._ranks.items())},
+                )
+                for epoch in epochs
+            ]
+
+
+def _ranks(ranks: list[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+__all__ = [
+    "NO_LAST_EPOCH",
+    "BindError",
+    "Delivery",
+    "EpochCount",
+    "EpochEnd",
+    "Failure",
+    "FailureKind",
+    "Item",
+    "Produce",
+    "Seek",
+    "Window",
+]

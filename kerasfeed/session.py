@@ -1,0 +1,461 @@
+"""The life of a feed on one rank: starts or finds the producer, connects, hands out steps, closes, starts again.
+
+A session outlives producers: each start is a run, whose address all ranks find under the run's number. What was trained
+stays with the session, so that a later run goes on where the last one ended. Lock order: the session's, then the
+connection's; the connection never calls back into the session's lock.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import gc
+import logging
+import os
+import random
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from kerasfeed import interrupt, rendezvous
+from kerasfeed import spec as spec_lib
+from kerasfeed.cursor import Cursor, Ticket
+from kerasfeed.errors import FeedClosedError, FeedError, ProducerError
+from kerasfeed.options import FeedOptions
+from kerasfeed.producer.launch import Launch
+from kerasfeed.producer.supervisor import Supervisor
+from kerasfeed.proto import feed_pb2
+from kerasfeed.schedule import Position, Segment
+from kerasfeed.topology import Topology
+from kerasfeed.transport.grpc_stream import Connection, End, Identity, Step
+
+_LOG = logging.getLogger("kerasfeed")
+_STATUS_SECONDS = 5.0
+_EXIT_SECONDS = 60.0
+_EXIT_NOTICE_SECONDS = 10.0
+_MAX_CREDIT_STEPS = 16
+_FAREWELL_SECONDS = 1.0
+
+_open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+_ordinals: dict[str, int] = {}
+_exiting = False
+
+
+@dataclasses.dataclass(frozen=True)
+class EpochStatistics:
+    """What became of one epoch.
+
+    Attributes:
+        epoch: The feed's number of the epoch, from 0, over all calls of `fit`.
+        elements: Elements that the producer made.
+        steps: Complete steps they make.
+        dropped: Elements at the end that make no complete step.
+        complete: Whether the epoch's end was reached.
+        trained: Steps trained, by rank.
+    """
+
+    epoch: int
+    elements: int
+    steps: int
+    dropped: int
+    complete: bool
+    trained: dict[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The user's dataset, ready to travel to the producer."""
+
+    payload: bytes
+    kind: str
+    spec: str = ""
+
+
+class Session:
+    """One feed on this rank.
+
+    Args:
+        source: The dataset, or a function that makes it ready, called on the producer's rank only.
+        options: What the user asked for; a callback may replace what was left open, before the first start.
+        topology: The place of this rank, or `None` to find it at first use.
+    """
+
+    def __init__(self, source: Callable[[], Source], options: FeedOptions, topology: Topology | None):
+        self._source = source
+        self.options = options
+        self._given_topology = topology
+        self._topology: Topology | None = None
+        self._lock = threading.RLock()
+        self._ordinal = _ordinals.get(options.name, 0)
+        _ordinals[options.name] = self._ordinal + 1
+        self._owner = os.getpid()
+        self._run = 0
+        self._store: rendezvous.Store | None = None
+        self._supervisor: Supervisor | None = None
+        self._connection: Connection | None = None
+        self._seed = options.seed
+        self._spec: Any = None
+        self._cardinality = 0
+        self._binds = 0
+        self._segment: Segment | None = None
+        self._bound_segment = False
+        self.cursor = Cursor(options.name)
+        self._snapshot: tuple[Segment | None, Position, dict[int, int]] = (None, Position(0, 0), self.cursor.trained)
+        self._peeked: Position | None = None
+        self._statistics: dict[int, EpochStatistics] = {}
+        self.failure: FeedError | None = None
+        interrupt.install()
+
+    # ---- Start and end ----
+
+    @property
+    def name(self) -> str:
+        """The feed's name."""
+        return self.options.name
+
+    @property
+    def started(self) -> bool:
+        """Whether the feed was ever started: settings that come later are too late."""
+        return self._run > 0
+
+    @property
+    def running(self) -> bool:
+        """Whether the feed is connected, or about to be."""
+        return self._connection is not None
+
+    @property
+    def producer_pid(self) -> int | None:
+        """The process id of the producer, on the rank that started it."""
+        return self._supervisor.pid if self._supervisor is not None else None
+
+    def topology(self) -> Topology:
+        """Returns the place of this rank, found out at the first call."""
+        with self._lock:
+            if self._topology is None:
+                topology = self._given_topology or Topology.detect()
+                if self.options.producer_rank >= topology.size:
+                    raise ValueError(
+                        f"feed {self.name!r}: producer must be a rank from 0 to {topology.size - 1}. "
+                        f"Received: {self.options.producer_rank}"
+                    )
+                self._store = rendezvous.find_store(topology)
+                self._topology = topology
+            return self._topology
+
+    def meet(self) -> None:
+        """Does what all ranks must do together where they build the feeder.
+
+        They agree on the job's token, unless `KERASFEED_TOKEN` holds it; and where there is no store, by which they
+        could find the producer one by one, they start it and learn its address.
+        """
+        topology = self.topology()
+        if topology.size > 1:
+            rendezvous.job_token(topology)
+            if self._store is None:
+                self.start()
+
+    def start(self) -> None:
+        """Starts the producer on its rank, and connects; does nothing while the feed runs.
+
+        Raises:
+            FeedError: The producer can't be started; the message says why.
+        """
+        with self._lock:
+            if self._connection is not None:
+                return
+            if _exiting:
+                raise FeedClosedError(f"feed {self.name!r} can't start: the script is at its end")
+            topology = self.topology()
+            token = rendezvous.job_token(topology)
+            self._run += 1
+            _open_sessions.add(self)
+            meeting = rendezvous.Meeting(self._store, f"{self.name}.{self._ordinal}.{self._run}")
+            is_producer = topology.rank == self.options.producer_rank
+            if is_producer:
+                self._supervisor = self._start_producer(meeting, token, topology)
+            if self._store is None and topology.size > 1:
+                rendezvous.meet_by_broadcast(meeting, topology, self.options.producer_rank, f"{self.name}.{self._run}")
+            identity = Identity(
+                feed=self.name,
+                rank=topology.rank,
+                size=topology.size,
+                producer_rank=self.options.producer_rank,
+                token=token,
+                agreed=self.options.agreed(),
+                credit_steps=max(2, min(self.options.prefetch_steps, _MAX_CREDIT_STEPS)),
+            )
+            self._binds = 0
+            self._peeked = None
+            snapshot = weakref.ref(self)
+
+            def progress() -> tuple[Segment | None, Position, dict[int, int]]:
+                session = snapshot()
+                return session._snapshot if session is not None else (None, Position(0, 0), {})
+
+            self._connection = Connection(identity, meeting.locate, progress, self.options.start_timeout)
+
+    def _start_producer(self, meeting: rendezvous.Meeting, token: bytes, topology: Topology) -> Supervisor:
+        if self._seed is None:
+            self._seed = random.SystemRandom().randrange(2**31)
+        try:
+            source = self._source()
+            launch = Launch(
+                options=self.options.to_json(),
+                size=topology.size,
+                token=token,
+                seed=self._seed,
+                host=rendezvous.listening_host(topology),
+                port=self.options.port,
+                parent=0,
+                module_path=_module_path(),
+                control_fd=-1,
+                progress_fd=-1,
+                restarted=False,
+                payload=source.payload,
+                payload_kind=source.kind,
+                source_spec=source.spec,
+            )
+            supervisor = Supervisor(launch, meeting.publish, meeting.publish_failure)
+            supervisor.start()
+        except Exception as error:
+            # The other ranks wait for an address: they must hear why there will be none.
+            meeting.publish_failure(f"feed {self.name!r}: rank {topology.rank} can't start the producer: {error}")
+            raise
+        return supervisor
+
+    def connection(self) -> Connection:
+        """Returns the connection, started if need be, once the producer has built its pipeline."""
+        with self._lock:
+            self.start()
+            connection = self._connection
+            assert connection is not None
+        welcome = connection.welcome()
+        with self._lock:
+            spec = spec_lib.decode_spec(welcome.spec)
+            if self._spec is None:
+                self._spec, self._cardinality = spec, welcome.cardinality
+                self._seed = welcome.seed
+                self.cursor.epoch_steps = welcome.cardinality if welcome.cardinality >= 0 else None
+            elif spec_lib.encode_spec(self._spec) != welcome.spec:
+                raise ProducerError(
+                    f"feed {self.name!r}: dataset_fn now yields {spec}, but the dataset was built for {self._spec}"
+                )
+        return connection
+
+    @property
+    def element_spec(self) -> Any:
+        """The structure of the producer's elements."""
+        self.connection()
+        return self._spec
+
+    @property
+    def cardinality(self) -> int:
+        """Steps in a whole epoch, or tf.data's INFINITE or UNKNOWN cardinality."""
+        self.connection()
+        return self._cardinality
+
+    def close(self, error: str = "") -> None:
+        """Leaves the producer, which ends when all ranks have left; at once if there was an error."""
+        if os.getpid() != self._owner:
+            return
+        with self._lock:
+            connection, self._connection = self._connection, None
+            self.cursor.unbind()
+            self._update()
+        if connection is None:
+            return
+        if not error:
+            self._note_status(connection.status(_STATUS_SECONDS) if connection.ready else None)
+        connection.close(error)
+        if error and self._supervisor is not None:
+            # The others hear of it from the producer, which tells them before it is ended.
+            self._supervisor.wait(_FAREWELL_SECONDS)
+            self._supervisor.stop()
+
+    def end(self, error: str = "") -> None:
+        """Closes the session for good, as at exit: waits for the other ranks to leave, then ends the producer."""
+        self.close(error)
+        supervisor = self._supervisor
+        if supervisor is None or os.getpid() != self._owner:
+            return
+        began = time.monotonic()
+        while not error and supervisor.complete and not supervisor.wait(_EXIT_NOTICE_SECONDS):
+            waited = time.monotonic() - began
+            if waited >= _EXIT_SECONDS:
+                _LOG.warning("feed %r: ended after %.0f s, although other ranks have not left it", self.name, waited)
+                break
+            _LOG.warning("feed %r: waits for the other ranks to leave it (%.0f s)", self.name, waited)
+        supervisor.stop()
+
+    # ---- Steps ----
+
+    def open_iterator(self) -> Ticket:
+        """An iterator pulls for the first time: settles where it starts, and asks for the steps from there on."""
+        try:
+            connection = self.connection()
+        except FeedError as error:
+            self.failure = error
+            raise
+        with self._lock:
+            self.failure = None
+            ticket = self.cursor.open()
+            self._update()
+            if self._peeked == ticket.start and not ticket.through_epochs:
+                self._peeked = None
+            else:
+                connection.read(ticket.start, ticket.through_epochs)
+        return ticket
+
+    def pull(self, ticket: Ticket) -> Any | None:
+        """Returns the next step's element as NumPy arrays, or `None` at the end of the epoch.
+
+        Raises:
+            FeedError: There is none; the message says why.
+        """
+        connection = self._connection
+        if connection is None:
+            raise FeedClosedError(f"feed {self.name!r} was closed while an iterator was in use")
+        while True:
+            try:
+                item = connection.next(lambda: self.cursor.check(ticket))
+            except FeedError as error:
+                self.failure = error
+                raise
+            with self._lock:
+                if isinstance(item, Step):
+                    self.cursor.note_step(ticket, item.position)
+                else:
+                    self.cursor.note_end(ticket, item.epoch)
+                self._update()
+            connection.report()
+            if isinstance(item, Step):
+                return item.value
+            if not ticket.through_epochs:
+                return None
+
+    def _update(self) -> None:
+        self._snapshot = (self._segment, self.cursor.acknowledged, self.cursor.trained)
+
+    # ---- What a callback does ----
+
+    def bind(self, steps_per_epoch: int | None, through_epochs: bool, epochs: int) -> Position:
+        """A `fit` begins; returns where.
+
+        Args:
+            steps_per_epoch: What `fit` was given, if it keeps one iterator over its epochs; else `None`.
+            through_epochs: Whether it keeps one iterator.
+            epochs: How many epochs it will run at most.
+        """
+        connection = self.connection()
+        with self._lock:
+            self._binds += 1
+            binds, position = self._binds, self.cursor.acknowledged
+            self._peeked = None
+        segment, position = connection.bind(binds, position, steps_per_epoch, position.epoch + epochs)
+        with self._lock:
+            self._segment = segment
+            self.cursor.bind(position, through_epochs)
+            if segment.steps_per_epoch is not None and self.options.steps_per_epoch is None:
+                self.cursor.epoch_steps = None
+            else:
+                self.cursor.epoch_steps = self._cardinality if self._cardinality >= 0 else None
+            self._update()
+        return position
+
+    def begin_epoch(self) -> Position:
+        """A Keras epoch begins; returns the position from which a new iterator will pull.
+
+        Where only the producer knows whether the present epoch has more steps, it is asked.
+        """
+        connection = self.connection()
+        with self._lock:
+            self.cursor.begin_epoch()
+            start = self.cursor.acknowledged
+            if self.cursor.through_epochs or start.step == 0 or self.cursor.epoch_steps is not None:
+                return start
+            connection.read(start, False)
+        item = connection.peek()
+        with self._lock:
+            if isinstance(item, End):
+                self.cursor.skip_end(item.epoch)
+                self._update()
+            else:
+                self._peeked = start
+            return self.cursor.acknowledged
+
+    def acknowledge(self, steps: int) -> int:
+        """Says that `steps` more steps are trained. Returns how many of them were never pulled."""
+        with self._lock:
+            excess = self.cursor.acknowledge(steps)
+            self._update()
+            return excess
+
+    def report(self) -> None:
+        """Tells the producer what is trained, now rather than with the next pull."""
+        connection = self._connection
+        if connection is not None:
+            connection.report()
+
+    def unbind(self) -> None:
+        """The `fit` is over."""
+        with self._lock:
+            self.cursor.unbind()
+            self._update()
+
+    # ---- News ----
+
+    def statistics(self) -> list[EpochStatistics]:
+        """Returns what became of each epoch so far."""
+        connection, supervisor = self._connection, self._supervisor
+        if connection is not None and connection.ready:
+            self._note_status(connection.status(_STATUS_SECONDS))
+        elif supervisor is not None:
+            supervisor.wait(_STATUS_SECONDS)
+            if supervisor.statistics is not None:
+                self._note_status(feed_pb2.Status.FromString(supervisor.statistics))
+        return [self._statistics[epoch] for epoch in sorted(self._statistics)]
+
+    def _note_status(self, status: feed_pb2.Status | None) -> None:
+        for e in status.epochs if status is not None else ():
+            trained = {r.rank: r.trained for r in e.ranks}
+            self._statistics[e.epoch] = EpochStatistics(e.epoch, e.elements, e.steps, e.dropped, e.complete, trained)
+
+
+def _module_path() -> list[str]:
+    return [path or os.getcwd() for path in sys.path]
+
+
+def _end_all() -> None:
+    """At exit, while Python is still whole: releases waits, drops live iterators, ends producers."""
+    global _exiting
+    _exiting = True
+    # The interpreter keeps the exception that ended the script here.
+    error = "its script ended with an exception" if getattr(sys, "last_value", None) is not None else ""
+    sessions = [session for session in list(_open_sessions) if session._owner == os.getpid()]
+    if not sessions:
+        return
+    for session in sessions:
+        session.close(error)
+    _drop_iterators()
+    for session in sessions:
+        session.end(error)
+
+
+def _drop_iterators() -> None:
+    """Lets go of iterators over feeds: one that is alive when the interpreter is torn down can hang it."""
+    from tensorflow.python.data.ops import iterator_ops
+
+    from kerasfeed.feeder import FeedIterator, derives_from_feeder
+
+    for thing in gc.get_objects():
+        if isinstance(thing, FeedIterator) or (
+            isinstance(thing, iterator_ops.OwnedIterator) and derives_from_feeder(getattr(thing, "_dataset", None))
+        ):
+            thing._iterator_resource = None
+    gc.collect()
+
+
+atexit.register(_end_all)

@@ -1,0 +1,1 @@
+"""How steps reach a rank: one connection to the producer, which survives the producer's restarts."""

@@ -1,0 +1,500 @@
+"""A rank's connection to the producer: one gRPC stream, opened again whenever it breaks.
+
+One thread, the receiver, owns the channel: it finds the producer, proves the token, and puts what arrives into the
+reader's queue. Whoever pulls waits on that queue. After a break the receiver asks again from the first step that the
+queue does not hold, so that nothing is lost and nothing comes twice, whoever died meanwhile.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+
+from kerasfeed import auth, interrupt, spec, wire
+from kerasfeed.errors import FeedClosedError, FeedError, FeedInterrupted, ProducerError, RankError
+from kerasfeed.proto import feed_pb2
+from kerasfeed.rendezvous import Address
+from kerasfeed.schedule import Position, Segment
+
+_LOG = logging.getLogger("kerasfeed")
+_FIRST_NOTICE_SECONDS = 30.0
+_NOTICE_SECONDS = 60.0
+_POLL_SECONDS = 0.5
+_RETRY_SECONDS = 0.2
+_STORE_POLL_SECONDS = 0.1
+_LOST_SECONDS = 60.0
+_CREDIT_BYTES = 64 << 20
+_LEAVE_SECONDS = 5.0
+
+_ERRORS: dict[int, type[FeedError]] = {
+    feed_pb2.Failure.PRODUCER: ProducerError,
+    feed_pb2.Failure.RANKS: RankError,
+    feed_pb2.Failure.REFUSED: FeedError,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Identity:
+    """Who this rank is, and what it asks the feed to be."""
+
+    feed: str
+    rank: int
+    size: int
+    producer_rank: int
+    token: bytes
+    agreed: dict[str, Any]
+    credit_steps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """An element that has arrived, as NumPy arrays in the structure that the generator yields."""
+
+    position: Position
+    value: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """An epoch is over after `steps` steps."""
+
+    epoch: int
+    steps: int
+
+
+class _Reader:
+    """One read: where it stands, and what has arrived for it."""
+
+    def __init__(self, number: int, position: Position, through_epochs: bool):
+        self.number = number
+        self.next = position
+        self.through_epochs = through_epochs
+        self.items: collections.deque[Step | End | FeedError] = collections.deque()
+        self.block: np.ndarray[Any, np.dtype[np.uint8]] | None = None
+        self.components: list[spec.Component] = []
+        self.received = 0
+
+
+class Connection:
+    """The connection of one rank to one run of one feed's producer.
+
+    Args:
+        identity: Who this rank is.
+        locate: Returns where the producer listens, or `None` while that is not known; raises when it never will be.
+        progress: Returns (segment, acknowledged, trained steps by epoch) at once, without waiting for any lock.
+        start_timeout: Seconds to wait for the producer to be started.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        locate: Callable[[], Address | None],
+        progress: Callable[[], tuple[Segment | None, Position, dict[int, int]]],
+        start_timeout: float,
+    ):
+        self._identity = identity
+        self._locate = locate
+        self._progress = progress
+        self._start_timeout = start_timeout
+        self._changed = threading.Condition()
+        interrupt.register(self._changed)
+        self._outgoing: queue.SimpleQueue[feed_pb2.RankMessage | None] | None = None
+        self._call: Any = None
+        self._welcome: feed_pb2.Welcome | None = None
+        self._elements: spec.ElementReader | None = None
+        self._reader: _Reader | None = None
+        self._readers = 0
+        self._bind: feed_pb2.Bind | None = None
+        self._bound: feed_pb2.Bound | None = None
+        self._status: feed_pb2.Status | None = None
+        self._statuses = 0
+        self._error: FeedError | None = None
+        self._closed = False
+        self._seen = 0.0
+        self._doing = "to start"
+        self._thread = threading.Thread(target=self._run, name=f"kerasfeed-receive-{identity.feed}", daemon=True)
+        self._thread.start()
+
+    # ---- What the session calls ----
+
+    def welcome(self) -> feed_pb2.Welcome:
+        """Waits until the producer has built its pipeline, and returns what it says about it."""
+        return self._wait("the producer to build its pipeline", lambda: self._welcome)
+
+    def elements(self) -> spec.ElementReader:
+        """Returns the reader of elements that fits the producer's spec."""
+        self.welcome()
+        assert self._elements is not None
+        return self._elements
+
+    def read(self, position: Position, through_epochs: bool) -> None:
+        """Asks for the steps from `position` on. What an earlier read has in flight is dropped."""
+        with self._changed:
+            self._readers += 1
+            self._reader = _Reader(self._readers, position, through_epochs)
+            self._send_read()
+
+    def next(self, cancelled: Callable[[], None]) -> Step | End:
+        """Waits for the next item of the present read.
+
+        Args:
+            cancelled: Called while waiting; raises if the wait is to be given up.
+
+        Raises:
+            FeedError: There will be no next item; the message says why.
+        """
+        reader = self._reader
+        assert reader is not None
+        told = False
+
+        def arrived() -> Step | End | FeedError | None:
+            nonlocal told
+            cancelled()
+            if reader.items:
+                return reader.items.popleft()
+            if not told:
+                told = True
+                self._send_progress(waiting=True)
+            return None
+
+        item = self._wait(f"{reader.next}", arrived)
+        if isinstance(item, FeedError):
+            # The error is final: whoever asks again gets it again.
+            reader.items.appendleft(item)
+            raise type(item)(str(item))
+        return item
+
+    def peek(self) -> Step | End:
+        """Waits for the next item of the present read, and leaves it for `next`."""
+        reader = self._reader
+        assert reader is not None
+        item = self._wait(f"{reader.next}", lambda: reader.items[0] if reader.items else None)
+        if isinstance(item, FeedError):
+            raise type(item)(str(item))
+        return item
+
+    @property
+    def ready(self) -> bool:
+        """Whether the producer has let this rank in."""
+        return self._welcome is not None
+
+    def report(self) -> None:
+        """Tells the producer how far this rank has come."""
+        with self._changed:
+            self._send_progress(waiting=False)
+
+    def bind(self, number: int, position: Position, steps_per_epoch: int | None, last_epoch: int) -> Any:
+        """Says that a `fit` begins; returns (segment, position) when that is settled."""
+        with self._changed:
+            self._reader = None
+            self._bound = None
+            self._bind = feed_pb2.Bind(
+                binding=number,
+                position=wire.position_message(position),
+                steps_per_epoch=steps_per_epoch or 0,
+                last_epoch=last_epoch,
+            )
+            self._send(bind=self._bind)
+        bound = self._wait("the producer to begin a fit", lambda: self._bound)
+        with self._changed:
+            self._bind = None
+        return wire.segment_of(bound.segment), wire.position_of(bound.position)
+
+    def status(self, timeout: float) -> feed_pb2.Status | None:
+        """Returns what the producer says about itself, or `None` if it does not answer in `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            before = self._statuses
+            self._send(ask_status=feed_pb2.AskStatus())
+            while self._statuses == before and self._error is None and not self._closed:
+                if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
+                    return None
+            return self._status if self._statuses != before else None
+
+    def close(self, error: str = "") -> None:
+        """Takes leave of the producer and ends the receiver. Waits that are under way raise `FeedClosedError`."""
+        with self._changed:
+            if self._closed:
+                return
+            self._send_progress(waiting=False, all_epochs=True)
+            self._send(leave=feed_pb2.Leave(error=error))
+            self._closed = True
+            outgoing = self._outgoing
+            self._changed.notify_all()
+        if outgoing is not None:
+            # The end of the requests is sent after all of them: the producer then ends the stream.
+            outgoing.put(None)
+            self._thread.join(_LEAVE_SECONDS)
+        call = self._call
+        if self._thread.is_alive() and call is not None:
+            call.cancel()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_LEAVE_SECONDS)
+
+    # ---- Waiting ----
+
+    def _wait(self, what: str, ready: Callable[[], Any]) -> Any:
+        began = time.monotonic()
+        notice = began + _FIRST_NOTICE_SECONDS
+        interrupts = interrupt.count()
+        while True:
+            with self._changed:
+                while (result := ready()) is None:
+                    if self._error is not None:
+                        raise type(self._error)(str(self._error))
+                    if self._closed:
+                        raise FeedClosedError(f"feed {self._identity.feed!r} was closed while it waited for {what}")
+                    if interrupt.count() != interrupts:
+                        raise FeedInterrupted(f"feed {self._identity.feed!r}: Ctrl-C while waiting for {what}")
+                    if time.monotonic() >= notice:
+                        break
+                    self._changed.wait(_POLL_SECONDS)
+                else:
+                    return result
+                doing = self._doing
+                connected = self._welcome is not None and doing == ""
+            status = self.status(_POLL_SECONDS) if connected else None
+            reason = status.waiting_for if status is not None else doing or "the producer, which does not answer"
+            _LOG.warning(
+                "feed %r: rank %d has waited %.0f s for %s; it waits for %s",
+                self._identity.feed,
+                self._identity.rank,
+                time.monotonic() - began,
+                what,
+                reason,
+            )
+            notice = time.monotonic() + _NOTICE_SECONDS
+
+    # ---- Sending (with the lock held) ----
+
+    def _send(self, **kind: Any) -> None:
+        if self._outgoing is not None:
+            self._outgoing.put(feed_pb2.RankMessage(**kind))
+
+    def _send_read(self) -> None:
+        reader = self._reader
+        if reader is not None and self._welcome is not None:
+            self._send(
+                read=feed_pb2.Read(
+                    reader=reader.number,
+                    position=wire.position_message(reader.next),
+                    through_epochs=reader.through_epochs,
+                    credit_steps=self._identity.credit_steps,
+                    credit_bytes=_CREDIT_BYTES,
+                )
+            )
+
+    def _send_progress(self, waiting: bool, all_epochs: bool = False) -> None:
+        reader = self._reader
+        if self._welcome is None:
+            return
+        _, acknowledged, trained = self._progress()
+        if not all_epochs:
+            recent = range(acknowledged.epoch - 1, acknowledged.epoch + 2)
+            trained = {epoch: trained[epoch] for epoch in recent if epoch in trained}
+        pulled = Position(0, 0)
+        if reader is not None:
+            first = reader.items[0] if reader.items else None
+            pulled = first.position if isinstance(first, Step) else reader.next
+        self._send(
+            progress=feed_pb2.Progress(
+                reader=reader.number if reader is not None else 0,
+                pulled=wire.position_message(pulled),
+                acknowledged=wire.position_message(acknowledged),
+                trained=trained,
+                waiting=waiting,
+            )
+        )
+
+    # ---- The receiver's thread ----
+
+    def _run(self) -> None:
+        began = time.monotonic()
+        while not self._closed:
+            try:
+                address = self._locate()
+            except ProducerError as error:
+                self._fail(error)
+                return
+            except FeedError as error:
+                self._doing, address = str(error), None
+            if address is None:
+                self._doing = f"rank {self._identity.producer_rank} to start the producer"
+                if time.monotonic() - began >= self._start_timeout:
+                    self._fail(
+                        RankError(
+                            f"feed {self._identity.feed!r}: rank {self._identity.producer_rank} has not started the "
+                            f"producer within {self._start_timeout:g} s. All ranks must build and use the same feeders"
+                        )
+                    )
+                    return
+                self._pause(_STORE_POLL_SECONDS)
+                continue
+            where = f"{address.host}:{address.port}"
+            self._seen = self._seen or time.monotonic()
+            self._doing = f"the producer at {where} to answer"
+            try:
+                self._converse(where)
+            except FeedError as error:
+                self._fail(error)
+                return
+            except grpc.RpcError as error:
+                broke = f"{error.code().name}: {error.details()}" if hasattr(error, "code") else str(error)
+                self._doing = f"the producer at {where} to answer ({broke})"
+            if time.monotonic() - self._seen >= _LOST_SECONDS:
+                self._fail(
+                    ProducerError(
+                        f"feed {self._identity.feed!r}: the producer of rank {self._identity.producer_rank} could not "
+                        f"be reached at {where} for {_LOST_SECONDS:.0f} s ({self._doing})"
+                    )
+                )
+                return
+            self._pause(_RETRY_SECONDS)
+
+    def _pause(self, seconds: float) -> None:
+        with self._changed:
+            if not self._closed:
+                self._changed.wait(seconds)
+
+    def _fail(self, error: FeedError) -> None:
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def _converse(self, where: str) -> None:
+        """Talks with the producer until the stream ends."""
+        outgoing: queue.SimpleQueue[feed_pb2.RankMessage | None] = queue.SimpleQueue()
+        with grpc.insecure_channel(where, options=wire.CHANNEL_OPTIONS) as channel:
+            attend = channel.stream_stream(
+                f"/{wire.SERVICE}/{wire.METHOD}",
+                request_serializer=feed_pb2.RankMessage.SerializeToString,
+                response_deserializer=feed_pb2.ProducerMessage.FromString,
+            )
+            call = self._call = attend(iter(outgoing.get, None))
+            try:
+                self._prove(call, outgoing)
+                for message in call:
+                    self._seen = time.monotonic()
+                    self._hear(message, outgoing)
+            finally:
+                with self._changed:
+                    self._outgoing = None
+                    self._call = None
+                outgoing.put(None)
+                call.cancel()
+
+    def _prove(self, call: Iterator[feed_pb2.ProducerMessage], outgoing: queue.SimpleQueue[Any]) -> None:
+        me, nonce = self._identity, auth.new_nonce()
+        hello = feed_pb2.Hello(protocol=wire.PROTOCOL, feed=me.feed, rank=me.rank, nonce=nonce)
+        outgoing.put(feed_pb2.RankMessage(hello=hello))
+        message = _next(call)
+        self._raise_failure(message)
+        conversation = (me.feed, me.rank, nonce, message.challenge.nonce)
+        if not auth.proven(auth.prove(me.token, "producer", *conversation), message.challenge.proof):
+            raise FeedError(
+                f"feed {me.feed!r}: what listens there does not know this job's token, so it is not this job's "
+                f"producer, or {auth.TOKEN_VARIABLE} differs from rank to rank"
+            )
+        segment, acknowledged, _ = self._progress()
+        proof = feed_pb2.Proof(
+            proof=auth.prove(me.token, "rank", *conversation),
+            options=json.dumps({**me.agreed, "size": me.size}),
+            acknowledged=wire.position_message(acknowledged),
+        )
+        if segment is not None:
+            proof.segment.CopyFrom(wire.segment_message(segment))
+        self._doing = "the producer to build its pipeline (dataset_fn)"
+        outgoing.put(feed_pb2.RankMessage(proof=proof))
+
+    def _raise_failure(self, message: feed_pb2.ProducerMessage) -> None:
+        if message.WhichOneof("kind") == "failure":
+            failure = message.failure
+            raise _ERRORS[failure.kind](f"feed {self._identity.feed!r}: {failure.message}")
+
+    def _hear(self, message: feed_pb2.ProducerMessage, outgoing: queue.SimpleQueue[Any]) -> None:
+        kind = message.WhichOneof("kind")
+        if kind == "failure" and self._outgoing is None:
+            self._raise_failure(message)
+        with self._changed:
+            if kind == "welcome":
+                self._let_in(message.welcome, outgoing)
+            elif kind == "chunk":
+                self._take_chunk(message.chunk)
+            elif kind == "end":
+                reader = self._reader
+                if reader is not None and reader.number == message.end.reader:
+                    reader.items.append(End(message.end.epoch, message.end.steps))
+                    reader.next = Position(message.end.epoch + 1, 0)
+            elif kind == "bound":
+                if self._bind is not None and message.bound.binding == self._bind.binding:
+                    self._bound = message.bound
+            elif kind == "status":
+                self._status, self._statuses = message.status, self._statuses + 1
+            elif kind == "failure":
+                error = _ERRORS[message.failure.kind](f"feed {self._identity.feed!r}: {message.failure.message}")
+                if self._reader is not None:
+                    self._reader.items.append(error)
+                else:
+                    self._error = error
+            self._changed.notify_all()
+
+    def _let_in(self, welcome: feed_pb2.Welcome, outgoing: queue.SimpleQueue[Any]) -> None:
+        if self._elements is None:
+            self._elements = spec.ElementReader(spec.decode_spec(welcome.spec))
+        elif self._welcome is not None and self._welcome.spec != welcome.spec:
+            raise ProducerError(
+                f"feed {self._identity.feed!r}: the restarted producer's elements have another structure: "
+                f"{spec.decode_spec(welcome.spec)} instead of {spec.decode_spec(self._welcome.spec)}"
+            )
+        self._welcome = welcome
+        self._outgoing = outgoing
+        self._doing = ""
+        if self._bind is not None:
+            self._send(bind=self._bind)
+        if self._reader is not None:
+            self._reader.block = None
+            self._send_read()
+        self._send_progress(waiting=False, all_epochs=True)
+
+    def _take_chunk(self, chunk: feed_pb2.Chunk) -> None:
+        reader = self._reader
+        if reader is None or reader.number != chunk.reader or self._elements is None:
+            return
+        position = wire.position_of(chunk.position)
+        if chunk.offset == 0:
+            reader.block, reader.received = spec.aligned_buffer(chunk.size), 0
+            reader.components = [spec.Component(tuple(c.shape), c.offset, c.length) for c in chunk.components]
+        block = reader.block
+        end = chunk.offset + len(chunk.data)
+        if block is None or position != reader.next or chunk.offset != reader.received or end > block.size:
+            raise FeedError(
+                f"feed {self._identity.feed!r}: a piece of {position} at byte {chunk.offset} came, "
+                f"byte {reader.received} of {reader.next} was expected"
+            )
+        block[chunk.offset : end] = np.frombuffer(chunk.data, np.uint8)
+        reader.received = end
+        if end == block.size:
+            try:
+                value = self._elements.decode(reader.components, block)
+            except ValueError as error:
+                raise FeedError(f"feed {self._identity.feed!r}: {position} does not fit its spec: {error}") from error
+            reader.items.append(Step(position, value))
+            reader.block = None
+            reader.next = Position(position.epoch, position.step + 1)
+
+
+def _next(call: Iterator[feed_pb2.ProducerMessage]) -> feed_pb2.ProducerMessage:
+    try:
+        return next(call)
+    except StopIteration:
+        raise grpc.RpcError("it hung up") from None

@@ -27,7 +27,7 @@ setup(
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],
-    python_requires=">=3.9",
+    python_requires=">=3.11",
     packages=[
         *find_packages(include=["kerasfeed", "kerasfeed.*"]),
         "kerasfeed.callbacks",

@@ -35,6 +35,7 @@ class Cursor:
     def __init__(self, feed: str):
         self._feed = feed
         self.epoch_steps: int | None = None
+        self.irregular_epoch: int | None = None
         self.bound = False
         self.through_epochs = False
         self.acknowledged = Position(0, 0)
@@ -43,6 +44,10 @@ class Cursor:
         self._start = Position(0, 0)
         self._tickets = 0
         self._untrained: collections.deque[Position] = collections.deque()
+
+    def steps_in(self, epoch: int) -> int | None:
+        """Returns how many steps an epoch has, or `None` if only the producer knows."""
+        return None if epoch == self.irregular_epoch else self.epoch_steps
 
     def open(self) -> Ticket:
         """An iterator pulls for the first time."""
@@ -73,7 +78,7 @@ class Cursor:
             self._train_all(position)
         self._untrained.append(position)
         self.pulled = Position(position.epoch, position.step + 1)
-        if not ticket.through_epochs and self.pulled.step == self.epoch_steps:
+        if not ticket.through_epochs and self.pulled.step == self.steps_in(position.epoch):
             self._complete(position.epoch)
 
     def note_end(self, ticket: Ticket, epoch: int) -> None:

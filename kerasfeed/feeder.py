@@ -240,7 +240,7 @@ def _prepare(dataset: Any) -> Callable[[], Source]:
             f"Received: {type(dataset).__name__}"
         )
     takes_context(dataset)
-    return lambda: Source(launch.pickle_function(dataset), "function")
+    return lambda: Source(launch.pickle_function(dataset), "function", sources=launch.unsaved_sources(dataset))
 
 
 def _source_options() -> tf.data.Options:
@@ -267,11 +267,15 @@ def _with_cardinality(dataset: tf.data.Dataset, elements: spec_lib.ElementReader
     return chosen.with_options(_source_options())
 
 
+def feeders_of(dataset: Any) -> list[DataFeeder]:
+    """Returns the feeders that a dataset is made from; one that is a feeder itself is all there is."""
+    if isinstance(dataset, DataFeeder):
+        return [dataset]
+    inputs = getattr(dataset, "_inputs", None)
+    return [feeder for each in inputs() for feeder in feeders_of(each)] if callable(inputs) else []
+
+
 def derives_from_feeder(dataset: Any, feeder: DataFeeder | None = None) -> bool:
     """Whether a dataset is, or is made from, a feeder (from this one, if it is given)."""
-    if dataset is None:
-        return False
-    if isinstance(dataset, DataFeeder):
-        return feeder is None or dataset is feeder
-    inputs = getattr(dataset, "_inputs", None)
-    return any(derives_from_feeder(each, feeder) for each in inputs()) if callable(inputs) else False
+    found = feeders_of(dataset)
+    return bool(found) if feeder is None else any(each is feeder for each in found)

@@ -28,6 +28,7 @@ from kerasfeed.options import FeedOptions
 from kerasfeed.producer.launch import Launch
 from kerasfeed.producer.supervisor import Supervisor
 from kerasfeed.proto import feed_pb2
+from kerasfeed.producer.window import NO_LAST_EPOCH
 from kerasfeed.schedule import Position, Segment
 from kerasfeed.topology import Topology
 from kerasfeed.transport.grpc_stream import Connection, End, Identity, Step
@@ -72,6 +73,7 @@ class Source:
     payload: bytes
     kind: str
     spec: str = ""
+    sources: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 class Session:
@@ -145,6 +147,27 @@ class Session:
                 self._topology = topology
             return self._topology
 
+    def configure(self, **settings: Any) -> None:
+        """Sets options that were left open; those that are `None` stay as they are.
+
+        Raises:
+            ValueError: An option has another value already.
+            RuntimeError: The feed has started.
+        """
+        for name, value in settings.items():
+            present = getattr(self.options, name)
+            if value is None or value == present:
+                continue
+            if present is not None:
+                raise ValueError(
+                    f"feed {self.name!r}: {name} is {present} already, given to DataFeeder. Received: {value}"
+                )
+            if self.started:
+                raise RuntimeError(
+                    f"feed {self.name!r}: {name}={value} comes too late, the feed has started. Give it to DataFeeder"
+                )
+            self.options = dataclasses.replace(self.options, **{name: value})
+
     def meet(self) -> None:
         """Does what all ranks must do together where they build the feeder.
 
@@ -217,6 +240,8 @@ class Session:
                 payload=source.payload,
                 payload_kind=source.kind,
                 source_spec=source.spec,
+                script=getattr(sys.modules.get("__main__"), "__file__", None) or "",
+                sources=source.sources,
             )
             supervisor = Supervisor(launch, meeting.publish, meeting.publish_failure)
             supervisor.start()
@@ -341,27 +366,30 @@ class Session:
 
     # ---- What a callback does ----
 
-    def bind(self, steps_per_epoch: int | None, through_epochs: bool, epochs: int) -> Position:
+    def bind(self, steps_per_epoch: int | None, through_epochs: bool, epochs: int | None) -> Position:
         """A `fit` begins; returns where.
 
         Args:
             steps_per_epoch: What `fit` was given, if it keeps one iterator over its epochs; else `None`.
             through_epochs: Whether it keeps one iterator.
-            epochs: How many epochs it will run at most.
+            epochs: How many epochs it will run at most, or `None` if that is not known.
         """
         connection = self.connection()
         with self._lock:
             self._binds += 1
             binds, position = self._binds, self.cursor.acknowledged
             self._peeked = None
-        segment, position = connection.bind(binds, position, steps_per_epoch, position.epoch + epochs)
+        last_epoch = position.epoch + epochs if epochs is not None else NO_LAST_EPOCH
+        segment, position = connection.bind(binds, position, steps_per_epoch, last_epoch)
         with self._lock:
             self._segment = segment
             self.cursor.bind(position, through_epochs)
-            if segment.steps_per_epoch is not None and self.options.steps_per_epoch is None:
-                self.cursor.epoch_steps = None
-            else:
-                self.cursor.epoch_steps = self._cardinality if self._cardinality >= 0 else None
+            self.cursor.epoch_steps = segment.steps_per_epoch
+            if segment.steps_per_epoch is None and self._cardinality >= 0:
+                self.cursor.epoch_steps = self._cardinality
+            # A pass that begins at another element than its first has fewer steps, but only the producer knows how many.
+            self.cursor.irregular_epoch = segment.first_epoch if segment.origin_element else None
+            self._statistics = {e: s for e, s in self._statistics.items() if e <= position.epoch}
             self._update()
         return position
 
@@ -374,7 +402,7 @@ class Session:
         with self._lock:
             self.cursor.begin_epoch()
             start = self.cursor.acknowledged
-            if self.cursor.through_epochs or start.step == 0 or self.cursor.epoch_steps is not None:
+            if self.cursor.through_epochs or start.step == 0 or self.cursor.steps_in(start.epoch) is not None:
                 return start
             connection.read(start, False)
         item = connection.peek()
@@ -392,6 +420,21 @@ class Session:
             excess = self.cursor.acknowledge(steps)
             self._update()
             return excess
+
+    def end_epoch(self) -> int:
+        """A Keras epoch is over. Returns how many steps of it were pulled but not acknowledged.
+
+        They count as trained if the epoch's end was pulled, too: then Keras used all that there was.
+        """
+        with self._lock:
+            if self.cursor.through_epochs or self.cursor.pulled.step:
+                left = 0
+            else:
+                left = self.cursor.untrained
+                self.cursor.acknowledge(left)
+                self._update()
+        self.report()
+        return left
 
     def report(self) -> None:
         """Tells the producer what is trained, now rather than with the next pull."""
@@ -421,7 +464,12 @@ class Session:
     def _note_status(self, status: feed_pb2.Status | None) -> None:
         for e in status.epochs if status is not None else ():
             trained = {r.rank: r.trained for r in e.ranks}
-            self._statistics[e.epoch] = EpochStatistics(e.epoch, e.elements, e.steps, e.dropped, e.complete, trained)
+            known = self._statistics.get(e.epoch)
+            fresh = EpochStatistics(e.epoch, e.elements, e.steps, e.dropped, e.complete, trained)
+            if known is not None and known.complete and not e.complete:
+                # A producer that was started later knows nothing of the epochs before.
+                fresh = dataclasses.replace(known, trained=known.trained | trained)
+            self._statistics[e.epoch] = fresh
 
 
 def _module_path() -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import linecache
 import mmap
 import os
 import select
@@ -15,6 +16,7 @@ import signal
 import sys
 import threading
 import traceback
+import types
 from typing import Any
 
 _PARENT_POLL_SECONDS = 1.0
@@ -88,6 +90,7 @@ def main() -> None:
     report(port=port)
 
     sys.path[:] = launch.module_path
+    _stand_in_for_script(launch.script, launch.sources)
     window = _serve(launch, options, service, report, mmap.mmap(launch.progress_fd, PROGRESS.size))
     if window is None:
         # Ranks that come are told why; the supervisor closes the lifeline when all is over.
@@ -99,6 +102,19 @@ def main() -> None:
     report(statistics=status.SerializeToString().hex())
     server.stop(_FAREWELL_SECONDS).wait()
     _finish()
+
+
+def _stand_in_for_script(script: str, sources: dict[str, str]) -> None:
+    """Makes `__main__` an empty stand-in for the rank's script, whose functions come by value.
+
+    With this module in its place AutoGraph would look for their source code here, and not find it.
+    """
+    module = types.ModuleType("__main__")
+    if script:
+        module.__file__ = script
+    sys.modules["__main__"] = module
+    for name, text in sources.items():
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
 
 
 def _serve(launch: Any, options: Any, service: Any, report: Any, progress: mmap.mmap) -> Any:

@@ -6,17 +6,23 @@ lifeline: it stays open as long as the rank lives.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import io
 import json
+import linecache
 import os
 import pickle
 import struct
+import types
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
 import cloudpickle
 
 _LENGTH = struct.Struct("<Q")
+# What cloudpickle 3.1.3 (3.1.1 did not) puts in the place of a code object's file name.
+_NO_FILE = "<dynamic-code>"
 PROGRESS = struct.Struct("<qq")
 
 
@@ -39,6 +45,8 @@ class Launch:
         restarted: Whether a producer of this feed has died before.
         payload: `dataset_fn`, pickled by value where it must be, or a dataset's graph.
         payload_kind: "function" or "graph".
+        script: The file of the rank's `__main__`, if it has one.
+        sources: Source code that lies in no file, as of a notebook's cells, by the name it goes by: AutoGraph needs it.
         source_spec: The element spec that goes with a graph, as `spec.encode_spec` wrote it, in text.
     """
 
@@ -56,6 +64,8 @@ class Launch:
     payload: bytes
     payload_kind: str
     source_spec: str = ""
+    script: str = ""
+    sources: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def write_to(self, pipe: BinaryIO) -> None:
         """Writes this to the child's standard input, an unbuffered pipe."""
@@ -91,20 +101,42 @@ def _read_exactly(fd: int, count: int) -> bytes:
     return bytes(data)
 
 
+def _reduce_code(code: types.CodeType) -> tuple[Any, ...]:
+    make, arguments = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
+    return make, tuple(code.co_filename if argument == _NO_FILE else argument for argument in arguments)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle, but code keeps the name of its file, without which AutoGraph and tracebacks find no source."""
+
+    dispatch_table = collections.ChainMap({types.CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
+
+
 def pickle_function(function: Callable[..., Any]) -> bytes:
     """Returns `dataset_fn` as bytes for the child; functions of `__main__`, lambdas and closures go by value.
 
     Raises:
         TypeError: It captures what can't be pickled; the message says what.
     """
+    data = io.BytesIO()
     try:
-        return bytes(cloudpickle.dumps(function))
+        _Pickler(data).dump(function)
+        return data.getvalue()
     except (pickle.PicklingError, TypeError, AttributeError, ValueError, NotImplementedError, RuntimeError) as error:
         captured = ", ".join(_captured(function)) or "nothing that shows"
         raise TypeError(
             f"dataset_fn can't be sent to the producer: {error}. It captures: {captured}. "
             "Create what can't be pickled (models, locks, open files, iterators) inside dataset_fn"
         ) from error
+
+
+def unsaved_sources(function: Callable[..., Any]) -> dict[str, str]:
+    """Returns the source code of a function that lies in no file, by the name it goes by."""
+    code = getattr(function, "__code__", None)
+    if code is None or os.path.exists(code.co_filename):
+        return {}
+    text = "".join(linecache.getlines(code.co_filename))
+    return {code.co_filename: text} if text else {}
 
 
 def _captured(function: Callable[..., Any]) -> list[str]:

@@ -317,9 +317,11 @@ class Window:
         beyond_fit = NO_LAST_EPOCH < last_epoch <= self._head.epoch
         if any(not r.at_end and r.next >= self._head and (r.waiting or not beyond_fit) for r in readers):
             return self._has_room()
+        if beyond_fit:
+            return False
         current = max(r.next.epoch - 1 if r.at_end else r.next.epoch for r in readers)
         if self._head.epoch > current:
-            if self._head.epoch > current + 1 or beyond_fit:
+            if self._head.epoch > current + 1:
                 return False
             if last_epoch == NO_LAST_EPOCH and self._head.step >= _FREE_STEPS_AHEAD:
                 return False
@@ -469,6 +471,7 @@ class Window:
                     if start.epoch > position.epoch:
                         self._close_epoch(position)
                     self._segment = segment
+                    self._forget_epochs(start.epoch)
                     if self._head is not None:
                         self._go_to(start)
                 settled = self._binds[binding] = (position, steps_per_epoch, segment, start)
@@ -502,9 +505,12 @@ class Window:
         count.elements, count.steps, count.dropped = position.step * self._size, position.step, 0
         count.complete = True
         self._ends[position.epoch] = position.step
-        for epoch in [e for e in self._counts if e > position.epoch]:
-            del self._counts[epoch]
-            self._ends.pop(epoch, None)
+
+    def _forget_epochs(self, first: int) -> None:
+        """Forgets what was known of epochs from `first` on: they get other elements now."""
+        for known in (self._counts, self._ends, self._cuts):
+            for epoch in [e for e in known if e >= first]:
+                del known[epoch]  # type: ignore[attr-defined]
 
     def leave(self, rank: int, error: str) -> None:
         """A rank needs no more steps; with an error, the others can't go on either."""

@@ -1,0 +1,5 @@
+"""Keras callbacks that handle a feed's life: what `model.fit` needs besides the dataset."""
+
+from kerasfeed.callbacks.feed import FeedCallback
+
+__all__ = ["FeedCallback"]

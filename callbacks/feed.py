@@ -1,0 +1,221 @@
+"""`FeedCallback`: ties a feed to a `fit`. Its hooks are thin; what they mean is the session's and the cursor's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from tensorflow import keras
+
+from kerasfeed.callbacks.keras_loop import KerasLoop
+from kerasfeed.feeder import DataFeeder, derives_from_feeder, feeders_of
+from kerasfeed.session import Session
+
+_LOG = logging.getLogger("kerasfeed")
+
+
+class FeedCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Starts a feed for `model.fit`, ties its epochs to those of Keras, and ends it when training ends.
+
+    With it, what counts as trained is what `fit` trained, not what was pulled: a `fit` that stops inside an epoch and
+    one that follows it miss nothing and repeat nothing. All ranks use it, in their list of callbacks.
+
+    Example:
+
+    ```python
+    feeder = kerasfeed.DataFeeder(dataset_fn)
+    model.fit(feeder, epochs=10, callbacks=[kerasfeed.callbacks.FeedCallback(feeder)])
+    ```
+
+    Args:
+        feeder: The `DataFeeder` that `fit` trains from, itself or through `.map(...)` and the like.
+        producer: Rank that starts the producer, if the feeder left it open. Default `None`: as the feeder has it.
+        prefetch: Steps to keep ready ahead of the ranks, if the feeder left it open. Default `None`: as the feeder has
+            it.
+        keep: Whether the producer goes on after this `fit`, ready for the next one. Default `False`: it is ended, and
+            started again when it is needed.
+
+    Raises:
+        TypeError: `feeder` is no `DataFeeder`.
+        ValueError: The feeder was given another value for `producer` or `prefetch`.
+        RuntimeError: `producer` or `prefetch` comes after the feed has started.
+    """
+
+    def __init__(
+        self, feeder: DataFeeder, *, producer: int | None = None, prefetch: int | None = None, keep: bool = False
+    ):
+        super().__init__()
+        if not isinstance(feeder, DataFeeder):
+            raise TypeError(f"FeedCallback: feeder must be a kerasfeed.DataFeeder. Received: {type(feeder).__name__}")
+        self._feeder = feeder
+        self._session: Session = feeder.session
+        self._session.configure(producer=producer, prefetch=prefetch)
+        self._keep = keep
+        self._loop: KerasLoop | None = None
+        self._training = False
+        self._batches = 0
+        self._excess = 0
+        self._warned = False
+        self._over: Any = None
+        self._wrapped: dict[str, Any] = {}
+
+    # ---- Training ----
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Starts the feed and settles where this `fit` begins."""
+        loop = self._loop = KerasLoop.find(self.model, "fit")
+        steps, through_epochs, epochs = None, False, None
+        if loop is None:
+            _LOG.warning(
+                "feed %r: this version of Keras is not known: with steps_per_epoch in fit, or epochs of varying length, "
+                "give steps_per_epoch to the DataFeeder instead",
+                self._feeder.name,
+            )
+        else:
+            self._check(loop)
+            through_epochs, epochs = loop.keeps_iterator, loop.epochs
+            steps = loop.steps_per_epoch if through_epochs else None
+            self._over = loop.when_over(self._abandoned)
+        self._session.bind(steps, through_epochs, epochs)
+        self._training = True
+        self._translate_errors("train_function", loop)
+
+    def _check(self, loop: KerasLoop) -> None:
+        name, own = self._feeder.name, self._session.options.steps_per_epoch
+        if loop.bare_callback:
+            raise ValueError(
+                f"FeedCallback of feed {name!r} must be given in a list: fit(callbacks=[...]). "
+                "Keras calls a bare callback from a thread pool, out of step with training"
+            )
+        if not derives_from_feeder(loop.dataset, self._feeder):
+            raise ValueError(
+                f"FeedCallback of feed {name!r}: fit does not train from this feeder. Give the callback the feeder that "
+                "fit gets, and a validation feeder none"
+            )
+        if loop.keeps_iterator and own is not None and own != loop.steps_per_epoch:
+            raise ValueError(
+                f"feed {name!r} was built with steps_per_epoch={own}, but fit got steps_per_epoch="
+                f"{loop.steps_per_epoch}. Give it to one of them only"
+            )
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Sets the cursor, and corrects what Keras believes about the length of this epoch."""
+        start = self._session.begin_epoch()
+        self._batches = self._excess = 0
+        loop = self._loop
+        if loop is None:
+            return
+        whole = self._session.cursor.steps_in(start.epoch)
+        if loop.keeps_iterator:
+            # Keras 3 would take the end of a pass for the end of the kept iterator.
+            loop.forget_passes()
+        elif loop.dataset is self._feeder and whole is not None:
+            loop.set_steps(whole - start.step)
+        elif whole is None or start.step:
+            # Keras would end this epoch where the last one ended.
+            loop.set_steps(None)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Counts what was trained. Keras's own batch numbers can't be trusted: they count steps not run, too."""
+        steps = self._loop.steps_per_call if self._loop is not None else 1
+        self._batches += steps
+        self._excess += self._session.acknowledge(steps)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Compares batches trained with steps pulled."""
+        left = self._session.end_epoch()
+        tolerance = self._loop.steps_per_call if self._loop is not None else 1
+        if (left >= tolerance or self._excess >= tolerance) and not self._warned:
+            self._warned = True
+            _LOG.warning(
+                "feed %r: epoch %d trained %d batches from %d steps: the dataset that fit got is not the feeder's "
+                "elements one by one and in order (filter, unbatch, shuffle and the like), so that a stop inside an "
+                "epoch can't be resumed exactly. Do that in dataset_fn, where the producer does it once for all ranks",
+                self._feeder.name,
+                epoch,
+                self._batches,
+                self._batches - self._excess + left,
+            )
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Ends the feed, or leaves it to the next `fit`."""
+        self._finish("")
+
+    def _abandoned(self) -> None:
+        """The `fit` is over without `on_train_end`: it raised."""
+        if self._training:
+            self._finish("its fit ended with an exception")
+
+    def _finish(self, error: str) -> None:
+        self._training = False
+        self._loop = None
+        if self._over is not None:
+            self._over.detach()
+            self._over = None
+        for name in list(self._wrapped):
+            self._restore(name)
+        self._session.report()
+        self._session.unbind()
+        if error or not self._keep:
+            self._session.close(error)
+
+    # ---- Evaluation and prediction ----
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Refuses to evaluate on the feeder that is being trained from."""
+        loop = KerasLoop.find(self.model, "evaluate")
+        if loop is not None and self._training and derives_from_feeder(loop.dataset, self._feeder):
+            raise ValueError(
+                f"evaluate inside fit on feed {self._feeder.name!r}, from which fit trains: it would take elements from "
+                "training. Build a second DataFeeder for validation_data"
+            )
+        self._translate_errors("test_function", loop)
+
+    def on_test_end(self, logs: Any = None) -> None:
+        """Undoes what `on_test_begin` did."""
+        self._restore("test_function")
+
+    def on_predict_begin(self, logs: Any = None) -> None:
+        """Lets errors of the feed through as they are."""
+        self._translate_errors("predict_function", KerasLoop.find(self.model, "predict"))
+
+    def on_predict_end(self, logs: Any = None) -> None:
+        """Undoes what `on_predict_begin` did."""
+        self._restore("predict_function")
+
+    # ---- Errors ----
+
+    def _translate_errors(self, name: str, loop: KerasLoop | None) -> None:
+        """Wraps the model's compiled function, through which a feed's error comes as TensorFlow's `UnknownError`."""
+        function = getattr(self.model, name, None)
+        if function is None:
+            return
+        feeders = feeders_of(loop.dataset) if loop is not None else [self._feeder]
+        self._restore(name)
+        self._wrapped[name] = self.model.__dict__.get(name, function)
+        setattr(self.model, name, _translating(function, feeders, self._abandoned))
+
+    def _restore(self, name: str) -> None:
+        if name in self._wrapped:
+            setattr(self.model, name, self._wrapped.pop(name))
+
+
+def _translating(
+    function: Callable[[Any], Any], feeders: list[DataFeeder], clean_up: Callable[[], None]
+) -> Callable[[Any], Any]:
+    def translating(iterator: Any) -> Any:
+        try:
+            return function(iterator)
+        except tf.errors.OutOfRangeError:
+            raise
+        except tf.errors.OpError as error:
+            for feeder in feeders:
+                failure = feeder.session.failure
+                if failure is not None:
+                    clean_up()
+                    raise type(failure)(str(failure)) from error
+            raise
+
+    return translating

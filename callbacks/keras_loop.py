@@ -1,0 +1,88 @@
+"""What Keras does not tell its callbacks: how `fit` and `evaluate` iterate, read from the call's own frame.
+
+`params["steps"]` does not say whether `steps_per_epoch` was given, and the length that Keras remembers of the first epoch
+is wrong for the second one where epochs differ. Both live in an object that the running `fit` holds in a local variable:
+`data_handler` in Keras 2, `epoch_iterator` in Keras 3. This is the only module that knows their insides; where they are
+not as expected, `find` returns `None` and the caller goes without.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any
+
+
+class KerasLoop:
+    """One running `fit`, `evaluate` or `predict`. Holds what Keras iterates with only weakly.
+
+    Attributes:
+        dataset: The dataset that Keras iterates.
+        steps_per_epoch: What the call was given as `steps_per_epoch` (or `steps`), or `None`.
+        keeps_iterator: Whether Keras keeps one iterator over all epochs.
+        epochs: Epochs that `fit` will still run at most; 1 for the others.
+        bare_callback: Whether Keras calls batch hooks from a thread pool, as Keras 3 does for a callback that was not
+            given in a list.
+    """
+
+    def __init__(self, handler: Any, local_variables: dict[str, Any]):
+        self._handler = weakref.ref(handler)
+        self._keras3 = hasattr(handler, "_num_batches")
+        if self._keras3:
+            self.dataset = handler._distributed_dataset
+            self.steps_per_epoch = handler.steps_per_epoch
+            self.keeps_iterator = self.steps_per_epoch not in (None, handler._num_batches)
+        else:
+            self.dataset = handler._dataset
+            self.steps_per_epoch = handler._steps_per_epoch
+            self.keeps_iterator = not handler._adapter.should_recreate_iterator()
+        initial_epoch = local_variables.get("initial_epoch") or 0
+        self.epochs = max(0, local_variables.get("epochs", 1) - initial_epoch)
+        callbacks = local_variables.get("callbacks")
+        self.bare_callback = bool(getattr(callbacks, "_async_train", False))
+        self._progress_bar = getattr(callbacks, "_progbar", None)
+
+    @classmethod
+    def find(cls, model: Any, name: str) -> KerasLoop | None:
+        """Returns the innermost running call of `model.<name>`, or `None` where it can't be read."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_name == name:
+                found = frame.f_locals
+                handler = found.get("data_handler", found.get("epoch_iterator"))
+                if found.get("self") is model and handler is not None:
+                    try:
+                        return cls(handler, found)
+                    except AttributeError:
+                        return None
+            frame = frame.f_back  # type: ignore[assignment]
+        return None
+
+    def when_over(self, call: Any, *args: Any) -> weakref.finalize[Any, Any]:
+        """Has `call(*args)` called once the running call is over, however it ends."""
+        handler = self._handler()
+        finalizer = weakref.finalize(handler, call, *args)
+        finalizer.atexit = False
+        return finalizer
+
+    @property
+    def steps_per_call(self) -> int:
+        """How many steps the last call of `train_function` ran at most (`steps_per_execution`)."""
+        handler = self._handler()
+        if handler is None:
+            return 1
+        return int(handler.steps_per_execution) if self._keras3 else int(handler.step_increment) + 1
+
+    def set_steps(self, steps: int | None) -> None:
+        """Sets how many steps Keras takes from the iterator in this epoch; `None`: until it ends."""
+        handler = self._handler()
+        if handler is not None:
+            setattr(handler, "_num_batches" if self._keras3 else "_inferred_steps", steps)
+        if self._progress_bar is not None and steps is not None:
+            self._progress_bar.target = steps
+
+    def forget_passes(self) -> None:
+        """Lets a kept iterator run on when as many steps were taken as the dataset has."""
+        handler = self._handler()
+        if handler is not None and self._keras3:
+            handler._num_batches = None

@@ -16,7 +16,7 @@ from kerasfeed.session import Session
 _LOG = logging.getLogger("kerasfeed")
 
 
-class FeedCallback(keras.callbacks.Callback):  # type: ignore[misc]
+class FeedCallback(keras.callbacks.Callback):
     """Starts a feed for `model.fit`, ties its epochs to those of Keras, and ends it when training ends.
 
     With it, what counts as trained is what `fit` trained, not what was pulled: a `fit` that stops inside an epoch and
@@ -210,12 +210,12 @@ def _translating(
             return function(iterator)
         except tf.errors.OutOfRangeError:
             raise
-        except tf.errors.OpError as error:
+        except tf.errors.OpError:
             for feeder in feeders:
                 failure = feeder.session.failure
                 if failure is not None:
                     clean_up()
-                    raise type(failure)(str(failure)) from error
+                    raise type(failure)(str(failure)) from None
             raise
 
     return translating

@@ -20,7 +20,7 @@ from kerasfeed.session import EpochStatistics, Session, Source
 from kerasfeed.topology import Topology, initialized_horovod
 
 
-class DataFeeder(tf.data.Dataset):  # type: ignore[misc]
+class DataFeeder(tf.data.Dataset):
     """A dataset that one producer process feeds to all ranks: each element is produced once and reaches one rank.
 
     It goes wherever a `tf.data.Dataset` goes: `model.fit`, `evaluate`, `predict`, a `for` loop, `.map(...)`. All ranks
@@ -203,7 +203,7 @@ class DataFeeder(tf.data.Dataset):  # type: ignore[misc]
         self.session.close()
 
 
-class FeedIterator(iterator_ops.OwnedIterator):  # type: ignore[misc]
+class FeedIterator(iterator_ops.OwnedIterator):
     """An iterator over a `DataFeeder` that raises the feed's own errors, not TensorFlow's wrapping of them."""
 
     def __init__(self, feeder: DataFeeder):
@@ -214,11 +214,11 @@ class FeedIterator(iterator_ops.OwnedIterator):  # type: ignore[misc]
     def __next__(self) -> Any:
         try:
             return super().__next__()
-        except tf.errors.OpError as error:
+        except tf.errors.OpError:
             failure = self.feeder.session.failure
             if failure is None:
                 raise
-            raise type(failure)(str(failure)) from error
+            raise type(failure)(str(failure)) from None
 
 
 def _prepare(dataset: Any) -> Callable[[], Source]:

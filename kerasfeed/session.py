@@ -27,8 +27,8 @@ from kerasfeed.errors import FeedClosedError, FeedError, ProducerError
 from kerasfeed.options import FeedOptions
 from kerasfeed.producer.launch import Launch
 from kerasfeed.producer.supervisor import Supervisor
-from kerasfeed.proto import feed_pb2
 from kerasfeed.producer.window import NO_LAST_EPOCH
+from kerasfeed.proto import feed_pb2
 from kerasfeed.schedule import Position, Segment
 from kerasfeed.topology import Topology
 from kerasfeed.transport.grpc_stream import Connection, End, Identity, Step
@@ -237,6 +237,7 @@ class Session:
                 control_fd=-1,
                 progress_fd=-1,
                 restarted=False,
+                counts=self._supervisor.counts if self._supervisor is not None else [],
                 payload=source.payload,
                 payload_kind=source.kind,
                 source_spec=source.spec,
@@ -464,12 +465,7 @@ class Session:
     def _note_status(self, status: feed_pb2.Status | None) -> None:
         for e in status.epochs if status is not None else ():
             trained = {r.rank: r.trained for r in e.ranks}
-            known = self._statistics.get(e.epoch)
-            fresh = EpochStatistics(e.epoch, e.elements, e.steps, e.dropped, e.complete, trained)
-            if known is not None and known.complete and not e.complete:
-                # A producer that was started later knows nothing of the epochs before.
-                fresh = dataclasses.replace(known, trained=known.trained | trained)
-            self._statistics[e.epoch] = fresh
+            self._statistics[e.epoch] = EpochStatistics(e.epoch, e.elements, e.steps, e.dropped, e.complete, trained)
 
 
 def _module_path() -> list[str]:

@@ -53,7 +53,9 @@ def _encode_structure(spec: Any) -> Any:
                 f"the elements hold a tensor of dtype {spec.dtype.name}, which means nothing in another process."
             )
         try:
-            return {"spec": base64.b64encode(nested_structure_coder.encode_structure(spec).SerializeToString()).decode()}
+            return {
+                "spec": base64.b64encode(nested_structure_coder.encode_structure(spec).SerializeToString()).decode()
+            }
         except nested_structure_coder.NotEncodableError as error:
             raise UnsupportedStructureError(f"the elements hold a {type(spec).__name__}: {error}") from error
     if isinstance(spec, tuple) and hasattr(spec, "_fields"):
@@ -77,13 +79,14 @@ def _decode_structure(data: Any) -> Any:
         proto = struct_pb2.StructuredValue.FromString(base64.b64decode(data["spec"]))
         return nested_structure_coder.decode_proto(proto)
     if "namedtuple" in data:
-        cls = collections.namedtuple(data["namedtuple"], data["fields"])  # type: ignore[misc]
-        return cls(*(_decode_structure(item) for item in data["items"]))
+        namedtuple: Any = collections.namedtuple(data["namedtuple"], data["fields"])  # type: ignore[misc]
+        return namedtuple(*(_decode_structure(item) for item in data["items"]))
     if "dict" in data:
         return {key: _decode_structure(value) for key, value in data["dict"]}
-    for name, cls in (("tuple", tuple), ("list", list)):
-        if name in data:
-            return cls(_decode_structure(item) for item in data[name])
+    if "tuple" in data:
+        return tuple(_decode_structure(item) for item in data["tuple"])
+    if "list" in data:
+        return [_decode_structure(item) for item in data["list"]]
     raise ValueError(f"not an element spec: {data!r}")
 
 
@@ -153,7 +156,7 @@ def encode_element(element: Any) -> EncodedElement:
         else:
             # _numpy() shares the tensor's memory and keeps it alive; the public numpy() would copy it.
             values = np.ascontiguousarray(tensor._numpy())
-            buffer = memoryview(values.reshape(-1).view(np.uint8)) if values.size else memoryview(b"")
+            buffer = values.reshape(-1).view(np.uint8).data if values.size else memoryview(b"")
             length = values.nbytes
         components.append(Component(tuple(tensor.shape), offset, length))
         buffers.append(buffer)

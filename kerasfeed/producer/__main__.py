@@ -127,7 +127,7 @@ def _serve(launch: Any, options: Any, service: Any, report: Any, progress: mmap.
         from kerasfeed.producer import pump
         from kerasfeed.producer.launch import PROGRESS
         from kerasfeed.producer.pipeline import Pipeline
-        from kerasfeed.producer.window import Window
+        from kerasfeed.producer.window import EpochCount, Window
         from kerasfeed.proto import feed_pb2
 
         if options.deterministic:
@@ -151,6 +151,8 @@ def _serve(launch: Any, options: Any, service: Any, report: Any, progress: mmap.
         start_timeout=options.start_timeout,
         log=_log,
         complete=lambda: report(complete=True),
+        epoch_ended=lambda epoch, count: report(epoch=[epoch, count.elements, count.steps, count.dropped]),
+        counts={e: EpochCount(elements, steps, dropped, True) for e, elements, steps, dropped in launch.counts},
     )
     if options.steps_per_epoch is not None:
         cardinality = options.steps_per_epoch

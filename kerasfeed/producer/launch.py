@@ -16,7 +16,7 @@ import pickle
 import struct
 import types
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import cloudpickle
 
@@ -43,6 +43,7 @@ class Launch:
         progress_fd: Shared memory in which it notes the furthest (pass, element), so that its supervisor knows it
             after a `kill -9`.
         restarted: Whether a producer of this feed has died before.
+        counts: What is known of earlier epochs: (epoch, elements, steps, dropped).
         payload: `dataset_fn`, pickled by value where it must be, or a dataset's graph.
         payload_kind: "function" or "graph".
         script: The file of the rank's `__main__`, if it has one.
@@ -61,13 +62,14 @@ class Launch:
     control_fd: int
     progress_fd: int
     restarted: bool
+    counts: list[list[int]]
     payload: bytes
     payload_kind: str
     source_spec: str = ""
     script: str = ""
     sources: dict[str, str] = dataclasses.field(default_factory=dict)
 
-    def write_to(self, pipe: BinaryIO) -> None:
+    def write_to(self, pipe: IO[bytes]) -> None:
         """Writes this to the child's standard input, an unbuffered pipe."""
         settings = dataclasses.asdict(self)
         settings["token"] = self.token.hex()
@@ -106,7 +108,7 @@ def _reduce_code(code: types.CodeType) -> tuple[Any, ...]:
     return make, tuple(code.co_filename if argument == _NO_FILE else argument for argument in arguments)
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(cloudpickle.Pickler):
     """cloudpickle, but code keeps the name of its file, without which AutoGraph and tracebacks find no source."""
 
     dispatch_table = collections.ChainMap({types.CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)

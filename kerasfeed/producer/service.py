@@ -17,8 +17,8 @@ from typing import Any
 import grpc
 
 from kerasfeed import auth, wire
-from kerasfeed.proto import feed_pb2
 from kerasfeed.producer.window import BindError, Delivery, EpochEnd, Failure, FailureKind, Window
+from kerasfeed.proto import feed_pb2
 
 _PROOF_SECONDS = 10.0
 _POLL_SECONDS = 0.5

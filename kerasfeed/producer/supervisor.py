@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from kerasfeed.errors import ProducerError
 from kerasfeed.producer.launch import PROGRESS, Launch
@@ -65,6 +65,7 @@ class Supervisor:
         self._failure: str | None = None
         self._complete = False
         self._statistics: bytes | None = None
+        self._counts = {count[0]: count for count in launch.counts}
         self._stopping = False
         self._child: subprocess.Popen[bytes] | None = None
         self._deaths: list[str] = []
@@ -104,6 +105,11 @@ class Supervisor:
     def statistics(self) -> bytes | None:
         """The last `Status` message of a producer that ended in peace."""
         return self._statistics
+
+    @property
+    def counts(self) -> list[list[int]]:
+        """What is known of the epochs that were produced: (epoch, elements, steps, dropped)."""
+        return list(self._counts.values())
 
     @property
     def complete(self) -> bool:
@@ -185,6 +191,7 @@ class Supervisor:
             control_fd=control_write,
             progress_fd=progress,
             restarted=bool(self._deaths),
+            counts=list(self._counts.values()),
         )
         try:
             launch.write_to(child.stdin)
@@ -241,6 +248,8 @@ class Supervisor:
             message = f"the producer of feed {self._name!r} {news['refused']}"
             self._give_up(message)
             self._gave_up(message)
+        elif "epoch" in news:
+            self._counts[news["epoch"][0]] = news["epoch"]
         elif "complete" in news:
             self._complete = True
         elif "statistics" in news:
@@ -267,7 +276,7 @@ class Supervisor:
                 self._failure = message
             self._news.notify_all()
 
-    def _relay(self, pipe: BinaryIO, stream: str) -> None:
+    def _relay(self, pipe: IO[bytes], stream: str) -> None:
         """Passes the child's output on, line by line, marked as the producer's."""
         pending = b""
         with pipe:

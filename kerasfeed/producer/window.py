@@ -15,6 +15,7 @@ import enum
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from kerasfeed.schedule import Position, Segment
 from kerasfeed.spec import EncodedElement
@@ -150,6 +151,8 @@ class Window:
         cut_grace: Seconds that a rank may want a step of an epoch which another rank has left for a later one.
         log: Called with each warning.
         complete: Called once, when the last rank has come.
+        epoch_ended: Called with (epoch, count) whenever an epoch's end was produced.
+        counts: What is known already of earlier epochs, from a producer before this one.
         clock: Monotonic seconds; a test may replace it.
     """
 
@@ -164,6 +167,8 @@ class Window:
         cut_grace: float = 10.0,
         log: Callable[[str], None] = print,
         complete: Callable[[], None] = lambda: None,
+        epoch_ended: Callable[[int, EpochCount], None] = lambda epoch, count: None,
+        counts: dict[int, EpochCount] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._size = size
@@ -176,6 +181,7 @@ class Window:
         self._cut_grace = cut_grace
         self._log = log
         self._complete = complete
+        self._epoch_ended = epoch_ended
         self._clock = clock
         self._lock = threading.RLock()
         self._pump_woken = threading.Condition(self._lock)
@@ -187,7 +193,7 @@ class Window:
         self._partial: list[EncodedElement] = []
         self._ends: dict[int, int] = {}
         self._cuts: dict[int, _Cut] = {}
-        self._counts: dict[int, EpochCount] = {}
+        self._counts: dict[int, EpochCount] = dict(counts or {})
         self._pass_lengths: dict[int, int] = {}
         self._failure: Failure | None = None
         self._generation = 0
@@ -276,6 +282,7 @@ class Window:
         self._partial = []
         self._ends[epoch] = self._head.step
         self._cuts.pop(epoch, None)
+        self._epoch_ended(epoch, count)
         self._head = Position(epoch + 1, 0)
 
     def _fail(self, kind: FailureKind, message: str, position: Position | None = None) -> None:
@@ -505,12 +512,14 @@ class Window:
         count.elements, count.steps, count.dropped = position.step * self._size, position.step, 0
         count.complete = True
         self._ends[position.epoch] = position.step
+        self._epoch_ended(position.epoch, count)
 
     def _forget_epochs(self, first: int) -> None:
         """Forgets what was known of epochs from `first` on: they get other elements now."""
-        for known in (self._counts, self._ends, self._cuts):
-            for epoch in [e for e in known if e >= first]:
-                del known[epoch]  # type: ignore[attr-defined]
+        known: tuple[dict[int, Any], ...] = (self._counts, self._ends, self._cuts)
+        for by_epoch in known:
+            for epoch in [e for e in by_epoch if e >= first]:
+                del by_epoch[epoch]
 
     def leave(self, rank: int, error: str) -> None:
         """A rank needs no more steps; with an error, the others can't go on either."""
@@ -661,7 +670,9 @@ class Window:
             if state.reader is not None and state.next in self._steps:
                 return "this rank to pull what it was sent"
             slowest, behind = min(
-                ((r, s) for r, s in self._ranks.items() if not s.left), key=lambda item: item[1].next, default=(rank, state)
+                ((r, s) for r, s in self._ranks.items() if not s.left),
+                key=lambda item: item[1].next,
+                default=(rank, state),
             )
             return (
                 f"rank {slowest}, which was sent the steps before {behind.next} and pulled those before {behind.pulled}; "

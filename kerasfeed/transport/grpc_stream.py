@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import numpy as np
@@ -35,6 +35,8 @@ _STORE_POLL_SECONDS = 0.1
 _LOST_SECONDS = 60.0
 _CREDIT_BYTES = 64 << 20
 _LEAVE_SECONDS = 5.0
+
+_T = TypeVar("_T")
 
 _ERRORS: dict[int, type[FeedError]] = {
     feed_pb2.Failure.PRODUCER: ProducerError,
@@ -109,6 +111,7 @@ class Connection:
         self._changed = threading.Condition()
         interrupt.register(self._changed)
         self._outgoing: queue.SimpleQueue[feed_pb2.RankMessage | None] | None = None
+        # Any: the types that come with gRPC don't know that a call is an iterator that can be cancelled.
         self._call: Any = None
         self._welcome: feed_pb2.Welcome | None = None
         self._elements: spec.ElementReader | None = None
@@ -243,7 +246,7 @@ class Connection:
 
     # ---- Waiting ----
 
-    def _wait(self, what: str, ready: Callable[[], Any]) -> Any:
+    def _wait(self, what: str, ready: Callable[[], _T | None]) -> _T:
         began = time.monotonic()
         notice = began + _FIRST_NOTICE_SECONDS
         interrupts = interrupt.count()
@@ -380,7 +383,8 @@ class Connection:
                 request_serializer=feed_pb2.RankMessage.SerializeToString,
                 response_deserializer=feed_pb2.ProducerMessage.FromString,
             )
-            call = self._call = attend(iter(outgoing.get, None))
+            call: Any = attend(iter(outgoing.get, None))
+            self._call = call
             try:
                 self._prove(call, outgoing)
                 for message in call:

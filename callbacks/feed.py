@@ -69,7 +69,7 @@ class FeedCallback(keras.callbacks.Callback):
         steps, through_epochs, epochs = None, False, None
         if loop is None:
             _LOG.warning(
-                "feed %r: this version of Keras is not known: with steps_per_epoch in fit, or epochs of varying length, "
+                "feed %r: this version of Keras is not known: with steps_per_epoch in fit, or where epochs vary, "
                 "give steps_per_epoch to the DataFeeder instead",
                 self._feeder.name,
             )
@@ -91,7 +91,7 @@ class FeedCallback(keras.callbacks.Callback):
             )
         if not derives_from_feeder(loop.dataset, self._feeder):
             raise ValueError(
-                f"FeedCallback of feed {name!r}: fit does not train from this feeder. Give the callback the feeder that "
+                f"FeedCallback of feed {name!r}: fit does not train from it. Give the callback the feeder that "
                 "fit gets, and a validation feeder none"
             )
         if loop.keeps_iterator and own is not None and own != loop.steps_per_epoch:
@@ -168,7 +168,7 @@ class FeedCallback(keras.callbacks.Callback):
         loop = KerasLoop.find(self.model, "evaluate")
         if loop is not None and self._training and derives_from_feeder(loop.dataset, self._feeder):
             raise ValueError(
-                f"evaluate inside fit on feed {self._feeder.name!r}, from which fit trains: it would take elements from "
+                f"evaluate inside fit on feed {self._feeder.name!r}, from which fit trains, would take elements from "
                 "training. Build a second DataFeeder for validation_data"
             )
         self._translate_errors("test_function", loop)

@@ -1,9 +1,9 @@
 """What Keras does not tell its callbacks: how `fit` and `evaluate` iterate, read from the call's own frame.
 
-`params["steps"]` does not say whether `steps_per_epoch` was given, and the length that Keras remembers of the first epoch
-is wrong for the second one where epochs differ. Both live in an object that the running `fit` holds in a local variable:
-`data_handler` in Keras 2, `epoch_iterator` in Keras 3. This is the only module that knows their insides; where they are
-not as expected, `find` returns `None` and the caller goes without.
+`params["steps"]` does not say whether `steps_per_epoch` was given, and the length that Keras remembers of one epoch
+is wrong for the second one where epochs differ. Both live in an object that the running `fit` holds in a local
+variable: `data_handler` in Keras 2, `epoch_iterator` in Keras 3. This is the only module that knows their insides;
+where they are not as expected, `find` returns `None` and the caller goes without.
 """
 
 from __future__ import annotations

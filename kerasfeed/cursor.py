@@ -1,6 +1,6 @@
 """Where a rank's iterators start, what they have pulled, and what of it is trained: no thread, no network.
 
-tf.data and Keras make iterators, peek, pull ahead and throw iterators away, so "a new iterator goes on where the last one
+tf.data and Keras make iterators, peek, pull ahead and throw iterators away, so "an iterator goes on where the last one
 stopped" would lose steps and "where training stands" would repeat some. Two modes, then. Free: each iterator that pulls
 is the next epoch, as with any dataset, and a step counts as trained when the next one is pulled. Bound (by
 `FeedCallback`, during a `fit`): an iterator starts at the cursor, which is set to the position that is trained when an

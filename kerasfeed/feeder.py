@@ -1,6 +1,7 @@
 """The dataset that the user holds: a `tf.data.Dataset` whose elements come from a producer, one for each rank.
 
-It builds nothing until it is looked at: whoever first asks for its spec, its cardinality or an iterator starts the feed.
+It builds nothing until it is looked at: whoever first asks for its spec, its cardinality or an iterator starts the
+feed.
 """
 
 from __future__ import annotations

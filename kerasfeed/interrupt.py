@@ -1,8 +1,8 @@
 """Ctrl-C while the main thread is inside TensorFlow: lets waits for data give up, so that `KeyboardInterrupt` can rise.
 
 Python runs signal handlers in the main thread, between byte codes. A main thread that sits in a TensorFlow op which
-waits for our data would never get there. So a thread reads the signal's number from `signal.set_wakeup_fd`, which C code
-writes at once, and wakes every wait.
+waits for our data would never get there. So a thread reads the signal's number from `signal.set_wakeup_fd`, which C
+code writes at once, and wakes every wait.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def register(condition: threading.Condition) -> None:
 
 
 def install() -> None:
-    """Starts to watch for Ctrl-C, once per process. Does nothing outside the main thread, or if others watch already."""
+    """Starts to watch for Ctrl-C, once per process. Only in the main thread, and if nobody watches already."""
     global _installed_in
     if _installed_in == os.getpid() or threading.current_thread() is not threading.main_thread():
         return

@@ -388,7 +388,8 @@ class Session:
             self.cursor.epoch_steps = segment.steps_per_epoch
             if segment.steps_per_epoch is None and self._cardinality >= 0:
                 self.cursor.epoch_steps = self._cardinality
-            # A pass that begins at another element than its first has fewer steps, but only the producer knows how many.
+            # A pass that begins at another element than its first has fewer steps, but only the producer knows how
+            # many.
             self.cursor.irregular_epoch = segment.first_epoch if segment.origin_element else None
             self._statistics = {e: s for e, s in self._statistics.items() if e <= position.epoch}
             self._update()

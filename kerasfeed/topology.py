@@ -59,7 +59,8 @@ class Topology:
             raise ValueError(f"Topology: size must be at least 1. Received: {self.size}")
         if not 0 <= self.rank < self.size:
             raise ValueError(f"Topology: rank must be from 0 to {self.size - 1} (size - 1). Received: {self.rank}")
-        assert self.local_rank is not None and self.local_size is not None
+        assert self.local_rank is not None
+        assert self.local_size is not None
         if not 1 <= self.local_size <= self.size:
             raise ValueError(f"Topology: local_size must be from 1 to {self.size} (size). Received: {self.local_size}")
         if not 0 <= self.local_rank < self.local_size:

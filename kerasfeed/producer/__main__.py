@@ -1,4 +1,5 @@
-"""The producer process: listens first, then builds the pipeline, then pumps, until all ranks have left or its rank dies.
+"""The producer process: listens first, then builds the pipeline, then pumps, until all ranks have left or its rank
+dies.
 
 Threads: the main one builds and pumps (user code runs here); gRPC's serve ranks; one watches the lifeline. When the
 lifeline ends, the process group is killed at once, whatever the others do.
@@ -7,6 +8,7 @@ lifeline ends, the process group is killed at once, whatever the others do.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import linecache
 import mmap
@@ -35,10 +37,8 @@ def _watch_lifeline(fd: int, parent: int) -> None:
 def _end() -> None:
     """Ends this process and all that it started. It leads its own session, so its group is its own."""
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with contextlib.suppress(OSError, ValueError):
             stream.flush()
-        except (OSError, ValueError):
-            pass
     os.killpg(0, signal.SIGKILL)
 
 

@@ -1,4 +1,5 @@
-"""What a rank hands to the producer that it starts, over the child's standard input: settings as JSON, then the dataset.
+"""What a rank hands to the producer that it starts, over the child's standard input: settings as JSON, then the
+dataset.
 
 Only this pipe, between a process and the child that it starts itself, carries pickled code. It also is the child's
 lifeline: it stays open as long as the rank lives.
@@ -16,7 +17,7 @@ import pickle
 import struct
 import types
 from collections.abc import Callable
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import cloudpickle
 
@@ -111,7 +112,9 @@ def _reduce_code(code: types.CodeType) -> tuple[Any, ...]:
 class _Pickler(cloudpickle.Pickler):
     """cloudpickle, but code keeps the name of its file, without which AutoGraph and tracebacks find no source."""
 
-    dispatch_table = collections.ChainMap({types.CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
+    dispatch_table: ClassVar[Any] = collections.ChainMap(
+        {types.CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table
+    )
 
 
 def pickle_function(function: Callable[..., Any]) -> bytes:

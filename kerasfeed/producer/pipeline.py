@@ -200,7 +200,7 @@ class Pipeline:
             self._per_pass = not self._traits.keeps_state
             if not self._per_pass:
                 log(
-                    f"dataset_fn uses {', '.join(sorted(self._traits.random_ops))}, which will draw the same numbers in "
+                    f"dataset_fn uses {', '.join(sorted(self._traits.random_ops))}, which draws the same numbers in "
                     f"every epoch: the feed seeds TensorFlow, and can't build the dataset anew for each epoch because "
                     f"{self._traits.keeps_state}. Use stateless random ops, or a tf.random.Generator"
                 )

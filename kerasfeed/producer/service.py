@@ -1,8 +1,8 @@
 """The producer's gRPC service: one conversation per rank, from the proof of the token to the last step.
 
 A conversation has two threads: gRPC's own, in which the rank's messages arrive, and the one that sends. The first tells
-the window what the rank said and puts replies into the outbox; the second sends the outbox and what the window hands out.
-A rank that connects again takes the place of its earlier conversation.
+the window what the rank said and puts replies into the outbox; the second sends the outbox and what the window hands
+out. A rank that connects again takes the place of its earlier conversation.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ supervisor never talks to the child over the network: news comes over a pipe, li
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import json
 import logging
@@ -177,7 +178,9 @@ class Supervisor:
                 )
         finally:
             os.close(control_write)
-        assert child.stdin is not None and child.stdout is not None and child.stderr is not None
+        assert child.stdin is not None
+        assert child.stdout is not None
+        assert child.stderr is not None
         relays = [
             threading.Thread(target=self._relay, args=(pipe, out), name=f"kerasfeed-{label}-{self._name}", daemon=True)
             for pipe, out, label in ((child.stdout, "stdout", "out"), (child.stderr, "stderr", "err"))
@@ -193,10 +196,9 @@ class Supervisor:
             restarted=bool(self._deaths),
             counts=list(self._counts.values()),
         )
-        try:
+        # It may die, or be stopped, before it has read: what follows finds out.
+        with contextlib.suppress(BrokenPipeError, ValueError):
             launch.write_to(child.stdin)
-        except (BrokenPipeError, ValueError):
-            pass  # It died, or was stopped, before it had read: the wait below says so.
         self._follow(control_read, child.pid)
         # Reap only after the group is killed: until then the id can't be anyone else's.
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
@@ -264,7 +266,7 @@ class Supervisor:
         if len(self._deaths) >= _MAX_DEATHS:
             lines = "".join(f"\n  {line}" for line in self._last_lines)
             self._give_up(
-                f"the producer of feed {self._name!r} died {len(self._deaths)} times {where} ({', '.join(self._deaths)})"
+                f"the producer of feed {self._name!r} died {_MAX_DEATHS} times {where} ({', '.join(self._deaths)})"
                 f"{', and is given up. Its last output:' + lines if lines else ', and is given up.'}"
             )
         else:
@@ -289,10 +291,9 @@ class Supervisor:
                     text = line.decode(errors="replace")
                     if stream == "stderr":
                         self._last_lines.append(text)
-                    try:
+                    # If the rank's own output is gone, the child must not stall over it.
+                    with contextlib.suppress(OSError, ValueError, AttributeError):
                         print(f"[producer {self._name}] {text}", file=getattr(sys, stream), flush=True)
-                    except (OSError, ValueError, AttributeError):
-                        pass  # The rank's own output is gone; the child must not stall over it.
                 if not piece:
                     return
 
@@ -308,14 +309,10 @@ def _how_it_ended(code: int) -> str:
 
 
 def _kill_group(pid: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
 
 
 def _close_quietly(pipe: Any) -> None:
-    try:
+    with contextlib.suppress(OSError):
         pipe.close()
-    except OSError:
-        pass

@@ -23,6 +23,7 @@ from kerasfeed.spec import EncodedElement
 _FREE_STEPS_AHEAD = 2
 _MIN_ROOM_STEPS = 2
 _POLL_SECONDS = 0.5
+_START = Position(0, 0)
 NO_LAST_EPOCH = -1
 
 
@@ -114,7 +115,7 @@ class _Rank:
     since: float = 0.0
     left: bool = False
     reader: int | None = None
-    next: Position = Position(0, 0)
+    next: Position = _START
     through_epochs: bool = False
     at_end: bool = False
     waiting: bool = False
@@ -122,8 +123,8 @@ class _Rank:
     credit_bytes: int = 1
     inflight: collections.deque[tuple[Position, int]] = dataclasses.field(default_factory=collections.deque)
     inflight_bytes: int = 0
-    pulled: Position = Position(0, 0)
-    acknowledged: Position = Position(0, 0)
+    pulled: Position = _START
+    acknowledged: Position = _START
     trained: dict[int, int] = dataclasses.field(default_factory=dict)
     last_epoch: int = NO_LAST_EPOCH
     stuck_since: float | None = None
@@ -609,7 +610,7 @@ class Window:
                 self._fail(
                     FailureKind.RANKS,
                     f"{_ranks(missing)} of {self._size} did not come within {self._start_timeout:g} s "
-                    f"(present: {_ranks(sorted(self._ranks))}). All ranks must use the feed, and build the same feeders",
+                    f"(present: {_ranks(sorted(self._ranks))}). All ranks must use it, and build the same feeders",
                 )
         for rank, state in self._ranks.items():
             if not state.connected and not state.left and now - state.since >= self._rank_timeout:
@@ -675,7 +676,7 @@ class Window:
                 default=(rank, state),
             )
             return (
-                f"rank {slowest}, which was sent the steps before {behind.next} and pulled those before {behind.pulled}; "
+                f"rank {slowest}, which was sent steps before {behind.next}, and pulled before {behind.pulled}; "
                 f"the window holds {len(self._steps)} steps of {self._bytes} bytes (max_buffer_bytes={self._max_bytes})"
             )
 

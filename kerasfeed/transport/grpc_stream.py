@@ -74,6 +74,9 @@ class End:
     steps: int
 
 
+_Item = Step | End | FeedError
+
+
 class _Reader:
     """One read: where it stands, and what has arrived for it."""
 
@@ -81,7 +84,7 @@ class _Reader:
         self.number = number
         self.next = position
         self.through_epochs = through_epochs
-        self.items: collections.deque[Step | End | FeedError] = collections.deque()
+        self.items: collections.deque[_Item] = collections.deque()
         self.block: np.ndarray[Any, np.dtype[np.uint8]] | None = None
         self.components: list[spec.Component] = []
         self.received = 0
@@ -160,7 +163,7 @@ class Connection:
         assert reader is not None
         told = False
 
-        def arrived() -> Step | End | FeedError | None:
+        def arrived() -> _Item | None:
             nonlocal told
             cancelled()
             if reader.items:
@@ -171,6 +174,7 @@ class Connection:
             return None
 
         item = self._wait(f"{reader.next}", arrived)
+        assert isinstance(item, (Step, End, FeedError))
         if isinstance(item, FeedError):
             # The error is final: whoever asks again gets it again.
             reader.items.appendleft(item)
@@ -182,6 +186,7 @@ class Connection:
         reader = self._reader
         assert reader is not None
         item = self._wait(f"{reader.next}", lambda: reader.items[0] if reader.items else None)
+        assert isinstance(item, (Step, End, FeedError))
         if isinstance(item, FeedError):
             raise type(item)(str(item))
         return item
@@ -196,7 +201,9 @@ class Connection:
         with self._changed:
             self._send_progress(waiting=False)
 
-    def bind(self, number: int, position: Position, steps_per_epoch: int | None, last_epoch: int) -> Any:
+    def bind(
+        self, number: int, position: Position, steps_per_epoch: int | None, last_epoch: int
+    ) -> tuple[Segment, Position]:
         """Says that a `fit` begins; returns (segment, position) when that is settled."""
         with self._changed:
             self._reader = None

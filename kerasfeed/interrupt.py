@@ -7,15 +7,20 @@ code writes at once, and wakes every wait.
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import threading
+import time
+import types
 import weakref
 
 _lock = threading.Lock()
 _count = 0
 _waiting: weakref.WeakSet[threading.Condition] = weakref.WeakSet()
 _installed_in: int | None = None
+_deferred = False
+_AGAIN_SECONDS = 0.002
 
 
 def count() -> int:
@@ -44,12 +49,43 @@ def install() -> None:
         os.close(write_end)
         return
     _installed_in = os.getpid()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _handle)
     threading.Thread(target=_watch, args=(read_end,), name="kerasfeed-interrupt", daemon=True).start()
+
+
+def _handle(number: int, frame: types.FrameType | None) -> None:
+    """Raises `KeyboardInterrupt`, but not where TensorFlow makes an exception of the wait that gave up.
+
+    The main thread is then in `_NotOkStatusException.__init__`, called from C++ that turns another exception raised
+    there into a RuntimeError which says nothing of Ctrl-C. The exception is then deferred until that is over.
+    """
+    global _deferred
+    if frame is not None and frame.f_code.co_qualname == "_NotOkStatusException.__init__":
+        _deferred = True
+        threading.Thread(target=_repeat, name="kerasfeed-interrupt-again", daemon=True).start()
+        return
+    _deferred = False
+    raise KeyboardInterrupt
+
+
+def _repeat() -> None:
+    time.sleep(_AGAIN_SECONDS)
+    if _deferred:
+        _thread.interrupt_main()
+
+
+def raise_deferred() -> None:
+    """Raises the `KeyboardInterrupt` that had to be deferred, if there is one: for who catches TensorFlow's errors."""
+    global _deferred
+    if _deferred:
+        _deferred = False
+        raise KeyboardInterrupt
 
 
 def _watch(read_end: int) -> None:
     while numbers := os.read(read_end, 64):
-        if signal.SIGINT in numbers and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        if signal.SIGINT in numbers and signal.getsignal(signal.SIGINT) is _handle:
             notify()
 
 

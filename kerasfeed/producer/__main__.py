@@ -1,8 +1,8 @@
 """The producer process: listens first, then builds the pipeline, then pumps, until all ranks have left or its rank
 dies.
 
-Threads: the main one builds and pumps (user code runs here); gRPC's serve ranks; one watches the lifeline. When the
-lifeline ends, the process group is killed at once, whatever the others do.
+Threads: the main one builds and pumps (user code runs here); gRPC's serve ranks; one waits for the last rank to leave;
+one watches the lifeline. When the lifeline ends, the process group is killed at once, whatever the others do.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import sys
 import threading
 import traceback
 import types
+from collections.abc import Callable
 from typing import Any
 
 _PARENT_POLL_SECONDS = 1.0
@@ -76,7 +77,7 @@ def main() -> None:
 
     # The address goes out before TensorFlow is imported, which takes seconds.
     from kerasfeed.options import FeedOptions
-    from kerasfeed.producer.service import FeedService
+    from kerasfeed.producer.service import FeedService, status_message
 
     options = FeedOptions(**launch.options)
     agreed = {**options.agreed(), "size": launch.size}
@@ -91,17 +92,16 @@ def main() -> None:
 
     sys.path[:] = launch.module_path
     _stand_in_for_script(launch.script, launch.sources)
-    window = _serve(launch, options, service, report, mmap.mmap(launch.progress_fd, PROGRESS.size))
-    if window is None:
-        # Ranks that come are told why; the supervisor closes the lifeline when all is over.
-        threading.Event().wait()
-        return
-    from kerasfeed.producer.service import status_message
 
-    status = status_message(window, 0)
-    report(statistics=status.SerializeToString().hex())
-    server.stop(_FAREWELL_SECONDS).wait()
-    _finish()
+    def take_leave(window: Any) -> None:
+        window.wait_until_drained()
+        report(statistics=status_message(window, 0).SerializeToString().hex())
+        server.stop(_FAREWELL_SECONDS).wait()
+        _finish()
+
+    _serve(launch, options, service, report, mmap.mmap(launch.progress_fd, PROGRESS.size), take_leave)
+    # Whoever takes leave ends the process; if there is nothing to take leave of, the end of the lifeline does.
+    threading.Event().wait()
 
 
 def _stand_in_for_script(script: str, sources: dict[str, str]) -> None:
@@ -117,8 +117,10 @@ def _stand_in_for_script(script: str, sources: dict[str, str]) -> None:
         linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
 
 
-def _serve(launch: Any, options: Any, service: Any, report: Any, progress: mmap.mmap) -> Any:
-    """Builds the pipeline and pumps it; returns the window when all ranks have left, `None` if nothing can be built."""
+def _serve(
+    launch: Any, options: Any, service: Any, report: Any, progress: mmap.mmap, take_leave: Callable[[Any], None]
+) -> None:
+    """Builds the pipeline and pumps it. If it can't be built, ranks that come are told why."""
     try:
         import cloudpickle
         import tensorflow as tf
@@ -142,7 +144,7 @@ def _serve(launch: Any, options: Any, service: Any, report: Any, progress: mmap.
         message = f"{what} raised before the first element:\n{traceback.format_exc()}"
         report(failed=message)
         service.failed(message)
-        return None
+        return
     window = Window(
         size=launch.size,
         prefetch=options.prefetch_steps,
@@ -160,11 +162,13 @@ def _serve(launch: Any, options: Any, service: Any, report: Any, progress: mmap.
         cardinality = pipeline.cardinality if pipeline.cardinality < 0 else pipeline.cardinality // launch.size
     service.ready(window, feed_pb2.Welcome(spec=pipeline.spec, cardinality=cardinality, seed=launch.seed))
 
+    # The pump may be inside a slow pipeline when the last rank leaves: nobody waits for it then.
+    threading.Thread(target=take_leave, args=(window,), name="kerasfeed-leave", daemon=True).start()
+
     def produced(pass_: int, element: int) -> None:
         PROGRESS.pack_into(progress, 0, pass_, element)
 
     pump.run(window, pipeline, produced)
-    return window
 
 
 def _log(message: str) -> None:

@@ -635,11 +635,11 @@ class Window:
             self._stopped = True
             self._pump_woken.notify_all()
 
-    @property
-    def drained(self) -> bool:
-        """Whether all ranks have come and left."""
+    def wait_until_drained(self) -> None:
+        """Blocks until all ranks have come and left."""
         with self._lock:
-            return self._drained()
+            while not self._drained():
+                self._pump_woken.wait()
 
     def _drained(self) -> bool:
         return len(self._ranks) == self._size and all(r.left for r in self._ranks.values())

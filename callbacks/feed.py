@@ -9,7 +9,6 @@ from typing import Any
 import tensorflow as tf
 from tensorflow import keras
 
-from kerasfeed import interrupt
 from kerasfeed.callbacks.keras_loop import KerasLoop
 from kerasfeed.feeder import DataFeeder, derives_from_feeder, feeders_of
 from kerasfeed.session import Session
@@ -212,7 +211,6 @@ def _translating(
         except tf.errors.OutOfRangeError:
             raise
         except tf.errors.OpError:
-            interrupt.raise_deferred()
             for feeder in feeders:
                 failure = feeder.session.failure
                 if failure is not None:

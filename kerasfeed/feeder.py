@@ -13,7 +13,6 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.data.ops import iterator_ops
 
-from kerasfeed import interrupt
 from kerasfeed import spec as spec_lib
 from kerasfeed.options import DEFAULT_MAX_BUFFER_BYTES, FeedOptions
 from kerasfeed.producer import launch
@@ -217,7 +216,6 @@ class FeedIterator(iterator_ops.OwnedIterator):
         try:
             return super().__next__()
         except tf.errors.OpError:
-            interrupt.raise_deferred()
             failure = self.feeder.session.failure
             if failure is None:
                 raise

@@ -7,11 +7,10 @@ code writes at once, and wakes every wait.
 
 from __future__ import annotations
 
-import _thread
 import os
 import signal
+import sys
 import threading
-import time
 import types
 import weakref
 
@@ -19,8 +18,6 @@ _lock = threading.Lock()
 _count = 0
 _waiting: weakref.WeakSet[threading.Condition] = weakref.WeakSet()
 _installed_in: int | None = None
-_deferred = False
-_AGAIN_SECONDS = 0.002
 
 
 def count() -> int:
@@ -58,29 +55,21 @@ def _handle(number: int, frame: types.FrameType | None) -> None:
     """Raises `KeyboardInterrupt`, but not where TensorFlow makes an exception of the wait that gave up.
 
     The main thread is then in `_NotOkStatusException.__init__`, called from C++ that turns another exception raised
-    there into a RuntimeError which says nothing of Ctrl-C. The exception is then deferred until that is over.
+    there into a RuntimeError which says nothing of Ctrl-C. So it is raised in the function that called the C++, at the
+    moment when the exception arrives there: a trace function is told of it, and may raise another in its place.
     """
-    global _deferred
-    if frame is not None and frame.f_code.co_qualname == "_NotOkStatusException.__init__":
-        _deferred = True
-        threading.Thread(target=_repeat, name="kerasfeed-interrupt-again", daemon=True).start()
+    in_tensorflow = frame is not None and frame.f_code.co_qualname == "_NotOkStatusException.__init__"
+    if in_tensorflow and frame is not None and frame.f_back is not None and sys.gettrace() is None:
+        frame.f_back.f_trace = _raise_in_caller
+        sys.settrace(lambda frame, event, argument: None)
         return
-    _deferred = False
     raise KeyboardInterrupt
 
 
-def _repeat() -> None:
-    time.sleep(_AGAIN_SECONDS)
-    if _deferred:
-        _thread.interrupt_main()
-
-
-def raise_deferred() -> None:
-    """Raises the `KeyboardInterrupt` that had to be deferred, if there is one: for who catches TensorFlow's errors."""
-    global _deferred
-    if _deferred:
-        _deferred = False
-        raise KeyboardInterrupt
+def _raise_in_caller(frame: types.FrameType, event: str, argument: object) -> None:
+    sys.settrace(None)
+    frame.f_trace = None
+    raise KeyboardInterrupt
 
 
 def _watch(read_end: int) -> None:

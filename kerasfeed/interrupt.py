@@ -18,6 +18,8 @@ _lock = threading.Lock()
 _count = 0
 _waiting: weakref.WeakSet[threading.Condition] = weakref.WeakSet()
 _installed_in: int | None = None
+# Where TensorFlow's C++ finds the exceptions that it raises.
+_EXCEPTION_FILES = ("tensorflow/python/eager/core.py", "tensorflow/python/framework/errors_impl.py")
 
 
 def count() -> int:
@@ -54,16 +56,17 @@ def install() -> None:
 def _handle(number: int, frame: types.FrameType | None) -> None:
     """Raises `KeyboardInterrupt`, but not where TensorFlow makes an exception of the wait that gave up.
 
-    The main thread is then in `_NotOkStatusException.__init__`, called from C++ that turns another exception raised
-    there into a RuntimeError which says nothing of Ctrl-C. So it is raised in the function that called the C++, at the
-    moment when the exception arrives there: a trace function is told of it, and may raise another in its place.
+    The main thread is then in that exception's `__init__`, called from C++ that turns another exception raised there
+    into a RuntimeError which says nothing of Ctrl-C. So it is raised in the function that called the C++, at the moment
+    when the exception arrives there: a trace function is told of it, and may raise another in its place.
     """
-    in_tensorflow = frame is not None and frame.f_code.co_qualname == "_NotOkStatusException.__init__"
-    if in_tensorflow and frame is not None and frame.f_back is not None and sys.gettrace() is None:
-        frame.f_back.f_trace = _raise_in_caller
-        sys.settrace(lambda frame, event, argument: None)
-        return
-    raise KeyboardInterrupt
+    caller = frame
+    while caller is not None and caller.f_code.co_filename.endswith(_EXCEPTION_FILES):
+        caller = caller.f_back
+    if caller is frame or caller is None or sys.gettrace() is not None:
+        raise KeyboardInterrupt
+    caller.f_trace = _raise_in_caller
+    sys.settrace(lambda frame, event, argument: None)
 
 
 def _raise_in_caller(frame: types.FrameType, event: str, argument: object) -> None:

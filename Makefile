@@ -24,7 +24,7 @@ endif
 DEMO_ENV := $(or $(ENV),keras2)
 NP ?= 2
 
-TF_CPP_MIN_LOG_LEVEL ?= 2
+TF_CPP_MIN_LOG_LEVEL ?= 3
 export TF_CPP_MIN_LOG_LEVEL
 
 # A program that calls make itself, as Horovod's build may, must not take this make's options and job server for its own.
@@ -170,7 +170,8 @@ format: .venvs/keras2/.stamps/packages ## let ruff and clang-format put the code
 .PHONY: demo
 demo: env-$(DEMO_ENV) ## train examples/digits.py on two ranks
 	@bin="$$PWD/.venvs/$(DEMO_ENV)/bin"
-	PATH="$$bin:$$PATH" $(NO_MAKE) "$$bin/horovodrun" --gloo -np $(NP) "$$bin/python" examples/digits.py $(ARGS)
+	PATH="$$bin:$$PATH" $(NO_MAKE) "$$bin/horovodrun" --gloo -np $(NP) "$$bin/python" examples/digits.py $(ARGS) |
+	  sed -u 's/^\[0\]<stdout>://'  # what rank 0 prints, as it prints it
 
 .PHONY: proto
 proto: .venvs/keras2/.stamps/packages ## generate kerasfeed/proto/feed_pb2.py and .pyi from feed.proto

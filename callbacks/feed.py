@@ -78,6 +78,9 @@ class FeedCallback(keras.callbacks.Callback):
             through_epochs, epochs = loop.keeps_iterator, loop.epochs
             steps = loop.steps_per_epoch if through_epochs else None
             self._over = loop.when_over(self._abandoned)
+            # A validation feeder that starts only when it is needed lets the whole job wait for it.
+            for feeder in feeders_of(loop.validation_data):
+                feeder.session.start()
         self._session.bind(steps, through_epochs, epochs)
         self._training = True
         self._translate_errors("train_function", loop)

@@ -17,7 +17,7 @@ from kerasfeed import spec as spec_lib
 from kerasfeed.options import DEFAULT_MAX_BUFFER_BYTES, FeedOptions
 from kerasfeed.producer import launch
 from kerasfeed.producer.pipeline import serialize_dataset, takes_context
-from kerasfeed.session import EpochStatistics, Session, Source
+from kerasfeed.session import EpochStatistics, Session, Source, close_in_background
 from kerasfeed.topology import Topology, initialized_horovod
 
 
@@ -110,7 +110,8 @@ class DataFeeder(tf.data.Dataset):
         self._limited: tf.data.Dataset | None = None
         super().__init__(None)
         self._options_attr = _source_options()
-        weakref.finalize(self, self.session.close)
+        # At exit the session's own hook closes it, which knows whether the script failed.
+        weakref.finalize(self, close_in_background, self.session).atexit = False
         if topology is not None or initialized_horovod() is not None:
             self.session.meet()
 
@@ -249,6 +250,8 @@ def _source_options() -> tf.data.Options:
     # tf.distribute would rewrite the graph to shard it, and inject_prefetch would pull ahead by an unknown amount.
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
     options.experimental_optimization.inject_prefetch = False
+    # There is nothing to tune in a source, and ending the tuning thread stalls the end of every epoch.
+    options.autotune.enabled = False
     return options
 
 

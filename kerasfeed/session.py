@@ -10,12 +10,10 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import gc
-import logging
 import os
 import random
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -26,17 +24,14 @@ from kerasfeed.cursor import Cursor, Ticket
 from kerasfeed.errors import FeedClosedError, FeedError, ProducerError
 from kerasfeed.options import FeedOptions
 from kerasfeed.producer.launch import Launch
-from kerasfeed.producer.supervisor import Supervisor
+from kerasfeed.producer.supervisor import Supervisor, end_all_producers
 from kerasfeed.producer.window import NO_LAST_EPOCH
 from kerasfeed.proto import feed_pb2
 from kerasfeed.schedule import Position, Segment
 from kerasfeed.topology import Topology
 from kerasfeed.transport.grpc_stream import Connection, End, Identity, Step
 
-_LOG = logging.getLogger("kerasfeed")
 _STATUS_SECONDS = 5.0
-_EXIT_SECONDS = 60.0
-_EXIT_NOTICE_SECONDS = 10.0
 _MAX_CREDIT_STEPS = 16
 _FAREWELL_SECONDS = 1.0
 
@@ -93,7 +88,8 @@ class Session:
         self._lock = threading.RLock()
         self._ordinal = _ordinals.get(options.name, 0)
         _ordinals[options.name] = self._ordinal + 1
-        self._owner = os.getpid()
+        # A process that this one forks must not close what is this one's.
+        self.owner = os.getpid()
         self._run = 0
         self._store: rendezvous.Store | None = None
         self._supervisor: Supervisor | None = None
@@ -102,6 +98,7 @@ class Session:
         self._spec: Any = None
         self._cardinality = 0
         self._binds = 0
+        self._last_epoch = NO_LAST_EPOCH
         self._segment: Segment | None = None
         self._bound_segment = False
         self.cursor = Cursor(options.name)
@@ -285,12 +282,11 @@ class Session:
 
     def close(self, error: str = "") -> None:
         """Leaves the producer, which ends when all ranks have left; at once if there was an error."""
-        if os.getpid() != self._owner:
+        if os.getpid() != self.owner:
             return
         with self._lock:
             connection, self._connection = self._connection, None
-            self.cursor.unbind()
-            self._update()
+            self._unbind()
         if connection is None:
             return
         if not error:
@@ -300,21 +296,6 @@ class Session:
             # The others hear of it from the producer, which tells them before it is ended.
             self._supervisor.wait(_FAREWELL_SECONDS)
             self._supervisor.stop()
-
-    def end(self, error: str = "") -> None:
-        """Closes the session for good, as at exit: waits for the other ranks to leave, then ends the producer."""
-        self.close(error)
-        supervisor = self._supervisor
-        if supervisor is None or os.getpid() != self._owner:
-            return
-        began = time.monotonic()
-        while not error and supervisor.complete and not supervisor.wait(_EXIT_NOTICE_SECONDS):
-            waited = time.monotonic() - began
-            if waited >= _EXIT_SECONDS:
-                _LOG.warning("feed %r: ended after %.0f s, although other ranks have not left it", self.name, waited)
-                break
-            _LOG.warning("feed %r: waits for the other ranks to leave it (%.0f s)", self.name, waited)
-        supervisor.stop()
 
     # ---- Steps ----
 
@@ -332,7 +313,7 @@ class Session:
             if self._peeked == ticket.start and not ticket.through_epochs:
                 self._peeked = None
             else:
-                connection.read(ticket.start, ticket.through_epochs)
+                connection.read(ticket.start, ticket.through_epochs, self._last_epoch)
         return ticket
 
     def pull(self, ticket: Ticket) -> Any | None:
@@ -380,9 +361,9 @@ class Session:
             self._binds += 1
             binds, position = self._binds, self.cursor.acknowledged
             self._peeked = None
-        last_epoch = position.epoch + epochs if epochs is not None else NO_LAST_EPOCH
-        segment, position = connection.bind(binds, position, steps_per_epoch, last_epoch)
+        segment, position = connection.bind(binds, position, steps_per_epoch)
         with self._lock:
+            self._last_epoch = position.epoch + epochs if epochs is not None else NO_LAST_EPOCH
             self._segment = segment
             self.cursor.bind(position, through_epochs)
             self.cursor.epoch_steps = segment.steps_per_epoch
@@ -406,7 +387,7 @@ class Session:
             start = self.cursor.acknowledged
             if self.cursor.through_epochs or start.step == 0 or self.cursor.steps_in(start.epoch) is not None:
                 return start
-            connection.read(start, False)
+            connection.read(start, False, self._last_epoch)
         item = connection.peek()
         with self._lock:
             if isinstance(item, End):
@@ -447,8 +428,12 @@ class Session:
     def unbind(self) -> None:
         """The `fit` is over."""
         with self._lock:
-            self.cursor.unbind()
-            self._update()
+            self._unbind()
+
+    def _unbind(self) -> None:
+        self.cursor.unbind()
+        self._last_epoch = NO_LAST_EPOCH
+        self._update()
 
     # ---- News ----
 
@@ -473,20 +458,24 @@ def _module_path() -> list[str]:
     return [path or os.getcwd() for path in sys.path]
 
 
+def close_in_background(session: Session) -> None:
+    """Closes a session whose feeder is gone: from a thread of its own, since a collector may call this anywhere."""
+    if session.running and not _exiting:
+        threading.Thread(target=session.close, name=f"kerasfeed-close-{session.name}", daemon=True).start()
+
+
 def _end_all() -> None:
     """At exit, while Python is still whole: releases waits, drops live iterators, ends producers."""
     global _exiting
     _exiting = True
+    sessions = [session for session in list(_open_sessions) if session.owner == os.getpid()]
     # The interpreter keeps the exception that ended the script here.
     error = "its script ended with an exception" if getattr(sys, "last_value", None) is not None else ""
-    sessions = [session for session in list(_open_sessions) if session._owner == os.getpid()]
-    if not sessions:
-        return
     for session in sessions:
         session.close(error)
-    _drop_iterators()
-    for session in sessions:
-        session.end(error)
+    if sessions:
+        _drop_iterators()
+    end_all_producers(at_once=bool(error))
 
 
 def _drop_iterators() -> None:

@@ -234,7 +234,15 @@ class _Conversation:
             read = message.read
             self._told_failure = False
             position = wire.position_of(read.position)
-            window.read(rank, read.reader, position, read.through_epochs, read.credit_steps, read.credit_bytes)
+            window.read(
+                rank,
+                read.reader,
+                position,
+                read.through_epochs,
+                read.credit_steps,
+                read.credit_bytes,
+                read.last_epoch,
+            )
         elif kind == "progress":
             p = message.progress
             pulled, acknowledged = wire.position_of(p.pulled), wire.position_of(p.acknowledged)
@@ -255,7 +263,6 @@ class _Conversation:
                 bind.binding,
                 wire.position_of(bind.position),
                 bind.steps_per_epoch or None,
-                bind.last_epoch,
             )
         except BindError as error:
             self._reply(_failure(feed_pb2.Failure.RANKS, str(error)))

@@ -30,9 +30,23 @@ _MAX_DEATHS = 3
 _RESTART_SECONDS = 0.2
 _PORT_SECONDS = 120.0
 _KEPT_LINES = 20
+_EXIT_SECONDS = 60.0
+_EXIT_NOTICE_SECONDS = 10.0
 _HIDDEN_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 # A producer is no rank: with a launcher's variables it could join the job by mistake.
 _LAUNCHER_PREFIXES = ("HOROVOD_", "OMPI_", "PMI_", "PMIX_")
+
+
+_alive: set[Supervisor] = set()
+
+
+def end_all_producers(at_once: bool) -> None:
+    """Ends the producers of this process, at its exit; `at_once`: without waiting for other ranks to leave them."""
+    for supervisor in [s for s in list(_alive) if s.owner == os.getpid()]:
+        if at_once:
+            supervisor.stop()
+        else:
+            supervisor.end()
 
 
 def _environment(seed: int) -> dict[str, str]:
@@ -60,7 +74,7 @@ class Supervisor:
         self._name = launch.options["name"]
         self._published = published
         self._gave_up = gave_up
-        self._owner = os.getpid()
+        self.owner = os.getpid()
         self._news = threading.Condition()
         self._port: int | None = None
         self._failure: str | None = None
@@ -80,6 +94,7 @@ class Supervisor:
         Raises:
             ProducerError: It does not come to listen.
         """
+        _alive.add(self)
         self._thread.start()
         deadline = time.monotonic() + _PORT_SECONDS
         with self._news:
@@ -124,7 +139,7 @@ class Supervisor:
 
     def stop(self) -> None:
         """Ends the producer now, and all that it started."""
-        if os.getpid() != self._owner:
+        if os.getpid() != self.owner:
             return
         with self._news:
             self._stopping = True
@@ -136,6 +151,17 @@ class Supervisor:
                 _kill_group(child.pid)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(10.0)
+
+    def end(self) -> None:
+        """Waits, within limits, until all ranks that came have left, then ends the producer."""
+        began = time.monotonic()
+        while self._complete and not self.wait(_EXIT_NOTICE_SECONDS):
+            waited = time.monotonic() - began
+            if waited >= _EXIT_SECONDS:
+                _LOG.warning("feed %r: ended after %.0f s, although other ranks still use it", self._name, waited)
+                break
+            _LOG.warning("feed %r: waits for the other ranks to leave it (%.0f s)", self._name, waited)
+        self.stop()
 
     # ---- The supervisor's thread ----
 
@@ -158,6 +184,7 @@ class Supervisor:
         finally:
             memory.close()
             os.close(progress)
+            _alive.discard(self)
 
     def _run_child(self, progress: int) -> bool:
         """Runs one child to its end. Returns whether another one is wanted."""

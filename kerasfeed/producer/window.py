@@ -203,6 +203,7 @@ class Window:
         self._binds: dict[int, tuple[Position, int | None, Segment, Position]] = {}
         self._stopped = False
         self._warned_room = False
+        self._said_dropped = False
 
     # ---- The pump's side ----
 
@@ -280,6 +281,13 @@ class Window:
         count.steps = self._head.step
         count.dropped = len(self._partial)
         count.complete = True
+        if self._partial and not self._said_dropped:
+            self._said_dropped = True
+            all_of_them = ", all that there are" if not count.steps else ""
+            self._log(
+                f"epoch {epoch} drops its last {_count(len(self._partial), 'element')} of {count.elements}{all_of_them}: "
+                f"they make no complete step for {self._size} ranks (statistics() counts them; this is said once)"
+            )
         self._partial = []
         self._ends[epoch] = self._head.step
         self._cuts.pop(epoch, None)
@@ -407,11 +415,29 @@ class Window:
             self._pump_woken.notify_all()
 
     def read(
-        self, rank: int, reader: int, position: Position, through_epochs: bool, credit_steps: int, credit_bytes: int
+        self,
+        rank: int,
+        reader: int,
+        position: Position,
+        through_epochs: bool,
+        credit_steps: int,
+        credit_bytes: int,
+        last_epoch: int = NO_LAST_EPOCH,
     ) -> None:
-        """A rank asks for the steps from `position` on; what it asked for earlier is void."""
+        """A rank asks for the steps from `position` on; what it asked for earlier is void.
+
+        Args:
+            rank: Who asks.
+            reader: The number of this read, counted by the rank.
+            position: The first step it wants.
+            through_epochs: Whether it reads on after the epoch's end.
+            credit_steps: Most steps to send it ahead of what it has pulled.
+            credit_bytes: Most bytes to send it ahead of what it has pulled; one step is always sent.
+            last_epoch: The first epoch that its `fit` will not run, or `NO_LAST_EPOCH`.
+        """
         with self._lock:
             state = self._ranks[rank]
+            state.last_epoch = last_epoch
             left_at = state.pulled
             state.reader, state.next, state.pulled = reader, position, position
             state.through_epochs, state.at_end, state.waiting = through_epochs, False, False
@@ -459,7 +485,7 @@ class Window:
             state.woken.notify_all()
 
     def bind(
-        self, rank: int, binding: int, position: Position, steps_per_epoch: int | None, last_epoch: int
+        self, rank: int, binding: int, position: Position, steps_per_epoch: int | None
     ) -> tuple[Segment, Position]:
         """A `fit` begins at `position`; returns the segment that holds from now on, and the position in its terms.
 
@@ -470,7 +496,6 @@ class Window:
         """
         with self._lock:
             state = self._ranks[rank]
-            state.last_epoch = last_epoch
             state.reader = None
             settled = self._binds.get(binding)
             if settled is None:
@@ -692,6 +717,10 @@ class Window:
                 )
                 for epoch in epochs
             ]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _ranks(ranks: list[int]) -> str:

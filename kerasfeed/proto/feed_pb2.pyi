@@ -51,18 +51,20 @@ class Proof(_message.Message):
     def __init__(self, proof: _Optional[bytes] = ..., options: _Optional[str] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., acknowledged: _Optional[_Union[Position, _Mapping]] = ...) -> None: ...
 
 class Read(_message.Message):
-    __slots__ = ("reader", "position", "through_epochs", "credit_steps", "credit_bytes")
+    __slots__ = ("reader", "position", "through_epochs", "credit_steps", "credit_bytes", "last_epoch")
     READER_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     THROUGH_EPOCHS_FIELD_NUMBER: _ClassVar[int]
     CREDIT_STEPS_FIELD_NUMBER: _ClassVar[int]
     CREDIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LAST_EPOCH_FIELD_NUMBER: _ClassVar[int]
     reader: int
     position: Position
     through_epochs: bool
     credit_steps: int
     credit_bytes: int
-    def __init__(self, reader: _Optional[int] = ..., position: _Optional[_Union[Position, _Mapping]] = ..., through_epochs: bool = ..., credit_steps: _Optional[int] = ..., credit_bytes: _Optional[int] = ...) -> None: ...
+    last_epoch: int
+    def __init__(self, reader: _Optional[int] = ..., position: _Optional[_Union[Position, _Mapping]] = ..., through_epochs: bool = ..., credit_steps: _Optional[int] = ..., credit_bytes: _Optional[int] = ..., last_epoch: _Optional[int] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("reader", "pulled", "acknowledged", "trained", "waiting")
@@ -86,16 +88,14 @@ class Progress(_message.Message):
     def __init__(self, reader: _Optional[int] = ..., pulled: _Optional[_Union[Position, _Mapping]] = ..., acknowledged: _Optional[_Union[Position, _Mapping]] = ..., trained: _Optional[_Mapping[int, int]] = ..., waiting: bool = ...) -> None: ...
 
 class Bind(_message.Message):
-    __slots__ = ("binding", "position", "steps_per_epoch", "last_epoch")
+    __slots__ = ("binding", "position", "steps_per_epoch")
     BINDING_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     STEPS_PER_EPOCH_FIELD_NUMBER: _ClassVar[int]
-    LAST_EPOCH_FIELD_NUMBER: _ClassVar[int]
     binding: int
     position: Position
     steps_per_epoch: int
-    last_epoch: int
-    def __init__(self, binding: _Optional[int] = ..., position: _Optional[_Union[Position, _Mapping]] = ..., steps_per_epoch: _Optional[int] = ..., last_epoch: _Optional[int] = ...) -> None: ...
+    def __init__(self, binding: _Optional[int] = ..., position: _Optional[_Union[Position, _Mapping]] = ..., steps_per_epoch: _Optional[int] = ...) -> None: ...
 
 class Leave(_message.Message):
     __slots__ = ("error",)

@@ -80,10 +80,11 @@ _Item = Step | End | FeedError
 class _Reader:
     """One read: where it stands, and what has arrived for it."""
 
-    def __init__(self, number: int, position: Position, through_epochs: bool):
+    def __init__(self, number: int, position: Position, through_epochs: bool, last_epoch: int):
         self.number = number
         self.next = position
         self.through_epochs = through_epochs
+        self.last_epoch = last_epoch
         self.items: collections.deque[_Item] = collections.deque()
         self.block: np.ndarray[Any, np.dtype[np.uint8]] | None = None
         self.components: list[spec.Component] = []
@@ -143,11 +144,17 @@ class Connection:
         assert self._elements is not None
         return self._elements
 
-    def read(self, position: Position, through_epochs: bool) -> None:
-        """Asks for the steps from `position` on. What an earlier read has in flight is dropped."""
+    def read(self, position: Position, through_epochs: bool, last_epoch: int) -> None:
+        """Asks for the steps from `position` on. What an earlier read has in flight is dropped.
+
+        Args:
+            position: The first step to get.
+            through_epochs: Whether to read on after the epoch's end.
+            last_epoch: The first epoch that `fit` will not run, or `NO_LAST_EPOCH`.
+        """
         with self._changed:
             self._readers += 1
-            self._reader = _Reader(self._readers, position, through_epochs)
+            self._reader = _Reader(self._readers, position, through_epochs, last_epoch)
             self._send_read()
 
     def next(self, cancelled: Callable[[], None]) -> Step | End:
@@ -201,9 +208,7 @@ class Connection:
         with self._changed:
             self._send_progress(waiting=False)
 
-    def bind(
-        self, number: int, position: Position, steps_per_epoch: int | None, last_epoch: int
-    ) -> tuple[Segment, Position]:
+    def bind(self, number: int, position: Position, steps_per_epoch: int | None) -> tuple[Segment, Position]:
         """Says that a `fit` begins; returns (segment, position) when that is settled."""
         with self._changed:
             self._reader = None
@@ -212,7 +217,6 @@ class Connection:
                 binding=number,
                 position=wire.position_message(position),
                 steps_per_epoch=steps_per_epoch or 0,
-                last_epoch=last_epoch,
             )
             self._send(bind=self._bind)
         bound = self._wait("the producer to begin a fit", lambda: self._bound)
@@ -301,6 +305,7 @@ class Connection:
                     through_epochs=reader.through_epochs,
                     credit_steps=self._identity.credit_steps,
                     credit_bytes=_CREDIT_BYTES,
+                    last_epoch=reader.last_epoch,
                 )
             )
 

@@ -58,7 +58,7 @@ class Cursor:
         elif self.through_epochs:
             start = self.pulled
         else:
-            start = self._start
+            start = max(self._start, self.acknowledged)
             self._untrained = collections.deque(p for p in self._untrained if p < start)
         self.pulled = start
         return Ticket(self._tickets, start, self.bound and self.through_epochs)

@@ -285,8 +285,8 @@ class Window:
             self._said_dropped = True
             all_of_them = ", all that there are" if not count.steps else ""
             self._log(
-                f"epoch {epoch} drops its last {_count(len(self._partial), 'element')} of {count.elements}{all_of_them}: "
-                f"they make no complete step for {self._size} ranks (statistics() counts them; this is said once)"
+                f"epoch {epoch} drops {_count(len(self._partial), 'element')} of {count.elements}{all_of_them}: "
+                f"no complete step for {self._size} ranks (statistics() counts what is dropped; this is said once)"
             )
         self._partial = []
         self._ends[epoch] = self._head.step

@@ -141,11 +141,10 @@ class DataFeeder(tf.data.Dataset):
             inner = self._unlimited()
             steps = self.session.cardinality
             with tf.init_scope():
-                elements = spec_lib.ElementReader(self.session.element_spec)
                 if steps == tf.data.INFINITE_CARDINALITY:
-                    inner = _with_cardinality(inner, elements, None)
+                    inner = _with_cardinality(inner, None)
                 elif steps >= 0:
-                    inner = _with_cardinality(inner, elements, steps)
+                    inner = _with_cardinality(inner, steps)
             self._limited = inner
         return self._limited._variant_tensor
 
@@ -255,17 +254,15 @@ def _source_options() -> tf.data.Options:
     return options
 
 
-def _with_cardinality(dataset: tf.data.Dataset, elements: spec_lib.ElementReader, steps: int | None) -> tf.data.Dataset:
+def _with_cardinality(dataset: tf.data.Dataset, steps: int | None) -> tf.data.Dataset:
     """Returns the dataset with a cardinality (`None`: infinite) that its op answers, though it may end earlier.
 
     `assert_cardinality` would raise on an epoch that was begun in its middle. A choice between this dataset and an
     endless one is endless to tf.data, yet ends when this one does; `take` then makes it `steps`.
     """
-    other = tf.data.Dataset.from_tensors(elements.zeros())
-    if elements.rebuild is not None:
-        other = other.map(elements.rebuild)
     always_first = tf.data.Dataset.from_tensors(tf.constant(0, tf.int64)).repeat()
-    chosen = tf.data.Dataset.choose_from_datasets([dataset, other.repeat()], always_first, stop_on_empty_dataset=True)
+    choices = [dataset, dataset.repeat()]
+    chosen = tf.data.Dataset.choose_from_datasets(choices, always_first, stop_on_empty_dataset=True)
     if steps is not None:
         chosen = chosen.take(steps)
     return chosen.with_options(_source_options())

@@ -235,6 +235,7 @@ class Session:
                 progress_fd=-1,
                 restarted=False,
                 counts=self._supervisor.counts if self._supervisor is not None else [],
+                pass_lengths=self._supervisor.pass_lengths if self._supervisor is not None else {},
                 payload=source.payload,
                 payload_kind=source.kind,
                 source_spec=source.spec,

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from tensorflow.core.protobuf import struct_pb2
+from tensorflow.python.data.util import structure
 from tensorflow.python.saved_model import nested_structure_coder
 
 ALIGNMENT = 64
@@ -42,6 +43,8 @@ def decode_spec(data: bytes) -> Any:
 
 
 def _encode_structure(spec: Any) -> Any:
+    if isinstance(spec, structure.NoneTensorSpec):
+        return {"none": True}
     if isinstance(spec, tf.TypeSpec):
         if isinstance(spec, (tf.data.DatasetSpec, tf.OptionalSpec, tf.TensorArraySpec)):
             raise UnsupportedStructureError(
@@ -75,6 +78,8 @@ def _encode_structure(spec: Any) -> Any:
 
 
 def _decode_structure(data: Any) -> Any:
+    if "none" in data:
+        return structure.NoneTensorSpec()
     if "spec" in data:
         proto = struct_pb2.StructuredValue.FromString(base64.b64decode(data["spec"]))
         return nested_structure_coder.decode_proto(proto)
@@ -119,22 +124,26 @@ class EncodedElement:
     def chunks(self, limit: int) -> Iterator[bytes]:
         """Yields the whole block, gaps filled with zeros, in pieces of at most `limit` bytes; at least one piece."""
         current = bytearray()
-        at = 0
-        for component, buffer in zip(self.components, self.buffers, strict=True):
-            current += bytes(component.offset - at)
-            at = component.offset + component.length
+        for part in self._parts():
             taken = 0
-            while component.length - taken + len(current) >= limit:
+            while len(part) - taken + len(current) >= limit:
                 piece = limit - len(current)
                 if current:
-                    yield bytes(current) + buffer[taken : taken + piece]
+                    yield bytes(current) + part[taken : taken + piece]
                     current = bytearray()
                 else:
-                    yield bytes(buffer[taken : taken + piece])
+                    yield bytes(part[taken : taken + piece])
                 taken += piece
-            current += buffer[taken:]
+            current += part[taken:]
         if current or not self.size:
             yield bytes(current)
+
+    def _parts(self) -> Iterator[bytes | memoryview]:
+        at = 0
+        for component, buffer in zip(self.components, self.buffers, strict=True):
+            yield bytes(component.offset - at)
+            yield buffer
+            at = component.offset + component.length
 
 
 def _encode_strings(values: np.ndarray[Any, Any]) -> tuple[memoryview, int]:
@@ -197,16 +206,6 @@ class ElementReader:
             return None
         return lambda *parts: tf.nest.pack_sequence_as(self._spec, parts, expand_composites=True)
 
-    def zeros(self) -> Any:
-        """Returns some element of the signature: what stands in for an element where only its type matters."""
-        parts = [
-            np.zeros([0 if size is None else size for size in (s.shape or ())], s.dtype.as_numpy_dtype)
-            if s.dtype != tf.string
-            else np.full([0 if size is None else size for size in (s.shape or ())], b"", object)
-            for s in self._components
-        ]
-        return self._pack([tf.constant(p, s.dtype) for p, s in zip(parts, self._components, strict=True)])
-
     def decode(self, components: Sequence[Component], block: np.ndarray[Any, np.dtype[np.uint8]]) -> Any:
         """Returns the element as NumPy arrays that lie in `block` (strings are copied).
 
@@ -225,6 +224,8 @@ class ElementReader:
 def _decode_component(
     component: Component, spec: tf.TensorSpec, block: np.ndarray[Any, np.dtype[np.uint8]]
 ) -> np.ndarray[Any, Any]:
+    if min(component.offset, component.length, *component.shape, 0) < 0:
+        raise ValueError(f"a component has a negative size: {component}")
     if component.offset + component.length > block.size:
         raise ValueError(f"a component ends at byte {component.offset + component.length} of {block.size}")
     data = block[component.offset : component.offset + component.length]
@@ -240,6 +241,8 @@ def _decode_component(
         for index, length in enumerate(np.frombuffer(raw, _LENGTH, count).tolist()):
             values[index] = raw[at : at + length]
             at += length
+        if at != component.length:
+            raise ValueError(f"{count} strings need {at} bytes, received {component.length}")
         return values.reshape(component.shape)
     dtype = np.dtype(spec.dtype.as_numpy_dtype)
     if count * dtype.itemsize != component.length:

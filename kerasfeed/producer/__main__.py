@@ -138,7 +138,8 @@ def _serve(
             source, source_spec = cloudpickle.loads(launch.payload), None
         else:
             source, source_spec = launch.payload, spec.decode_spec(launch.source_spec.encode())
-        pipeline = Pipeline(source, source_spec, launch.size, launch.seed, launch.restarted, log=_log)
+        lengths = {int(pass_): elements for pass_, elements in launch.pass_lengths.items()}
+        pipeline = Pipeline(source, source_spec, launch.size, launch.seed, launch.restarted, lengths, _log)
     except Exception:
         what = "dataset_fn" if launch.payload_kind == "function" else "the dataset"
         message = f"{what} raised before the first element:\n{traceback.format_exc()}"
@@ -153,6 +154,7 @@ def _serve(
         start_timeout=options.start_timeout,
         log=_log,
         complete=lambda: report(complete=True),
+        pass_ended=lambda pass_, elements: report(pass_length=[pass_, elements]),
         epoch_ended=lambda epoch, count: report(epoch=[epoch, count.elements, count.steps, count.dropped]),
         counts={e: EpochCount(elements, steps, dropped, True) for e, elements, steps, dropped in launch.counts},
     )

@@ -45,6 +45,7 @@ class Launch:
             after a `kill -9`.
         restarted: Whether a producer of this feed has died before.
         counts: What is known of earlier epochs: (epoch, elements, steps, dropped).
+        pass_lengths: Elements of the passes that ended before, by their number (JSON has text keys only).
         payload: `dataset_fn`, pickled by value where it must be, or a dataset's graph.
         payload_kind: "function" or "graph".
         script: The file of the rank's `__main__`, if it has one.
@@ -64,6 +65,7 @@ class Launch:
     progress_fd: int
     restarted: bool
     counts: list[list[int]]
+    pass_lengths: dict[str, int]
     payload: bytes
     payload_kind: str
     source_spec: str = ""

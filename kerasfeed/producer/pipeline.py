@@ -47,6 +47,8 @@ _PYTHON = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
 _RESOURCES = frozenset(
     {"VarHandleOp", "MutableHashTableV2", "MutableDenseHashTableV2", "RngReadAndSkip", "StatefulUniform"}
 )
+# Where datasets that draw have the first of their two seed inputs (tensorflow/core/ops/dataset_ops.cc).
+_SEED_INPUTS = {"ShuffleDataset": 2, "ShuffleDatasetV3": 2, "ShuffleAndRepeatDataset": 2, "RandomDataset": 0}
 _CONTEXT_NAMES = ("ctx", "context", "input_context")
 
 
@@ -103,6 +105,34 @@ def serialize_dataset(dataset: tf.data.Dataset) -> bytes:
 def _graph_of(dataset: tf.data.Dataset) -> bytes:
     graph = dataset._as_serialized_graph(external_state_policy=tf_options.ExternalStatePolicy.IGNORE)
     return bytes(graph.numpy())
+
+
+def seed_graph(data: bytes, seed: int) -> bytes:
+    """Returns the graph of a dataset in which each unseeded shuffle and random op has a seed made from `seed`.
+
+    In a graph that was built elsewhere the seeds are constants: (0, 0), which draws anew at each start, unless the
+    script called `tf.random.set_seed`. Calling that in this process would not reach them.
+    """
+    graph = graph_pb2.GraphDef.FromString(data)
+    count = 0
+    scopes = [(graph.node, "")] + [(f.node_def, ":output:0") for f in graph.library.function]
+    for nodes, output in scopes:
+        consts = {node.name: node for node in nodes if node.op == "Const"}
+        for node in list(nodes):
+            if node.op in _SEED_INPUTS:
+                first = _SEED_INPUTS[node.op]
+                seeds = [consts.get(node.input[i].split(":")[0]) for i in (first, first + 1)]
+                if all(c is not None and not tf.make_ndarray(c.attr["value"].tensor).any() for c in seeds):
+                    count += 1
+                    for index, value in ((first, seed), (first + 1, count)):
+                        const = nodes.add(name=f"kerasfeed/seed_{count}_{index - first}", op="Const")
+                        const.attr["dtype"].type = tf.int64.as_datatype_enum
+                        const.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, tf.int64))
+                        node.input[index] = const.name + output
+            elif node.op in _STATEFUL_RANDOM and not node.attr["seed"].i and not node.attr["seed2"].i:
+                count += 1
+                node.attr["seed"].i, node.attr["seed2"].i = seed, count
+    return bytes(graph.SerializeToString())
 
 
 def _ops_in(graph: graph_pb2.GraphDef) -> frozenset[str]:
@@ -176,6 +206,7 @@ class Pipeline:
         size: Number of ranks: `num_replicas_in_sync` of the input context.
         seed: The feed's seed.
         restarted: Whether a producer of this feed has died before: its stale cache locks are removed.
+        lengths: Elements of the passes that ended under producers before this one.
         log: Called with each warning.
     """
 
@@ -186,6 +217,7 @@ class Pipeline:
         size: int,
         seed: int,
         restarted: bool = False,
+        lengths: dict[int, int] | None = None,
         log: Callable[[str], None] = print,
     ):
         self._source = source
@@ -195,15 +227,13 @@ class Pipeline:
         self._log = log
         self._dataset = self._build(0)
         self._traits = Traits.of(self._dataset)
-        self._per_pass = False
-        if self._traits.random_ops and callable(source):
-            self._per_pass = not self._traits.keeps_state
-            if not self._per_pass:
-                log(
-                    f"dataset_fn uses {', '.join(sorted(self._traits.random_ops))}, which draws the same numbers in "
-                    f"every epoch: the feed seeds TensorFlow, and can't build the dataset anew for each epoch because "
-                    f"{self._traits.keeps_state}. Use stateless random ops, or a tf.random.Generator"
-                )
+        self._per_pass = bool(self._traits.random_ops) and not self._traits.keeps_state
+        if self._traits.random_ops and not self._per_pass:
+            log(
+                f"the dataset uses {', '.join(sorted(self._traits.random_ops))}, which draws the same numbers in "
+                f"every epoch: the feed seeds TensorFlow, and can't build the dataset anew for each epoch because "
+                f"{self._traits.keeps_state}. Use stateless random ops, or a tf.random.Generator"
+            )
         if restarted:
             for name in self._traits.cache_files:
                 for lock in glob.glob(glob.escape(name) + "_*.lockfile"):
@@ -215,7 +245,8 @@ class Pipeline:
         self._pass = -1
         self._element = 0
         self._fresh_pass = 0
-        self._lengths: dict[int, int] = {}
+        self._lengths = dict(lengths or {})
+        self._said_unrepeatable = False
 
     @property
     def cardinality(self) -> int:
@@ -234,7 +265,8 @@ class Pipeline:
         np.random.seed(mixed)
         tf.random.set_seed(mixed)
         if isinstance(self._source, bytes):
-            variant = gen_experimental_dataset_ops.dataset_from_graph(self._source)
+            graph = seed_graph(self._source, mixed)
+            variant = gen_experimental_dataset_ops.dataset_from_graph(graph)
             return dataset_ops._VariantDataset(variant, self._source_spec)
         context = tf.distribute.InputContext(1, 0, self._size)
         dataset = self._source(context) if takes_context(self._source) else self._source()
@@ -244,23 +276,47 @@ class Pipeline:
 
     def _start_pass(self, pass_: int) -> None:
         """Makes the iterator of a pass; in a dataset that is built once, after walking the passes before it."""
+        left, self._iterator = self._iterator, None
         if self._per_pass:
+            # An old iterator's threads could draw from the new seeds: it has to go first.
+            del left
             if pass_ != 0 or self._fresh_pass != 0:
                 self._dataset = self._build(pass_)
             self._fresh_pass = pass_
         elif pass_ < self._fresh_pass:
+            del left
             self._dataset, self._fresh_pass = self._build(0), 0
-        self._iterator = None
+        elif left is not None and not self._traits.cheap_walk:
+            self._leave(left)
         while self._fresh_pass < pass_:
-            walked = iter(self._dataset)
-            next(walked, None)
-            if not self._traits.cheap_walk:
-                for _ in walked:
-                    pass
+            self._walk(iter(self._dataset), self._fresh_pass)
             self._fresh_pass += 1
         self._iterator = iter(self._dataset)
         self._fresh_pass += 1
         self._pass, self._element = pass_, 0
+
+    def _walk(self, iterator: Iterator[Any], pass_: int) -> None:
+        """Leaves the dataset in the state in which pass `pass_` left it, if that is possible."""
+        next(iterator, None)
+        if not self._traits.cheap_walk and (pass_ in self._lengths or self._claimed >= 0):
+            for _ in iterator:
+                pass
+
+    def _leave(self, iterator: Iterator[Any]) -> None:
+        """Ends a pass that was left before its end, and whose state the next one takes over.
+
+        Where it would have ended is known only if it has a cardinality: one that has none may be endless.
+        """
+        if self._claimed >= 0 or self._pass in self._lengths:
+            for _ in iterator:
+                pass
+        elif not self._said_unrepeatable:
+            self._said_unrepeatable = True
+            self._log(
+                f"pass {self._pass} was left before its end. The dataset keeps state from pass to pass and has no "
+                "cardinality, so that from here on a producer that has to start again can't repeat it. "
+                "Give it one with assert_cardinality"
+            )
 
     def seek(self, pass_: int, element: int, joined: bool, ended: Callable[[int, int], None]) -> None:
         """Stands at an element, so that `next` yields it.

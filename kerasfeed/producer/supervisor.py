@@ -81,6 +81,7 @@ class Supervisor:
         self._complete = False
         self._statistics: bytes | None = None
         self._counts = {count[0]: count for count in launch.counts}
+        self._pass_lengths = dict(launch.pass_lengths)
         self._stopping = False
         self._child: subprocess.Popen[bytes] | None = None
         self._deaths: list[str] = []
@@ -126,6 +127,11 @@ class Supervisor:
     def counts(self) -> list[list[int]]:
         """What is known of the epochs that were produced: (epoch, elements, steps, dropped)."""
         return list(self._counts.values())
+
+    @property
+    def pass_lengths(self) -> dict[str, int]:
+        """Elements of the passes over the dataset that ended, by their number as text."""
+        return dict(self._pass_lengths)
 
     @property
     def complete(self) -> bool:
@@ -221,7 +227,8 @@ class Supervisor:
             control_fd=control_write,
             progress_fd=progress,
             restarted=bool(self._deaths),
-            counts=list(self._counts.values()),
+            counts=self.counts,
+            pass_lengths=self.pass_lengths,
         )
         # It may die, or be stopped, before it has read: what follows finds out.
         with contextlib.suppress(BrokenPipeError, ValueError):
@@ -277,6 +284,9 @@ class Supervisor:
             message = f"the producer of feed {self._name!r} {news['refused']}"
             self._give_up(message)
             self._gave_up(message)
+        elif "pass_length" in news:
+            pass_, elements = news["pass_length"]
+            self._pass_lengths[str(pass_)] = elements
         elif "epoch" in news:
             self._counts[news["epoch"][0]] = news["epoch"]
         elif "complete" in news:

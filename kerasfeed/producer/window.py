@@ -152,6 +152,7 @@ class Window:
         cut_grace: Seconds that a rank may want a step of an epoch which another rank has left for a later one.
         log: Called with each warning.
         complete: Called once, when the last rank has come.
+        pass_ended: Called with (pass, elements) whenever the end of a pass over the dataset was met.
         epoch_ended: Called with (epoch, count) whenever an epoch's end was produced.
         counts: What is known already of earlier epochs, from a producer before this one.
         clock: Monotonic seconds; a test may replace it.
@@ -168,6 +169,7 @@ class Window:
         cut_grace: float = 10.0,
         log: Callable[[str], None] = print,
         complete: Callable[[], None] = lambda: None,
+        pass_ended: Callable[[int, int], None] = lambda pass_, elements: None,
         epoch_ended: Callable[[int, EpochCount], None] = lambda epoch, count: None,
         counts: dict[int, EpochCount] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -182,6 +184,7 @@ class Window:
         self._cut_grace = cut_grace
         self._log = log
         self._complete = complete
+        self._pass_ended = pass_ended
         self._epoch_ended = epoch_ended
         self._clock = clock
         self._lock = threading.RLock()
@@ -267,6 +270,7 @@ class Window:
         """Says how many elements pass `pass_` over the dataset has."""
         with self._lock:
             self._pass_lengths[pass_] = elements
+            self._pass_ended(pass_, elements)
 
     def fail(self, generation: int, message: str) -> None:
         """Says that the next element can't be produced. Steps that are complete are still delivered."""
@@ -452,7 +456,11 @@ class Window:
                             self._cuts[epoch] = _Cut(rank, left_at, position)
                     self._go_to(position)
                 elif not self._is_retained(position):
-                    self._go_to(position)
+                    if position.epoch >= self._segment.first_epoch:
+                        self._go_to(position)
+                    else:
+                        what = f"rank {rank} asks again for {position}, which lies before the present fit"
+                        self._fail(FailureKind.RANKS, f"{what} and is no longer in memory")
             self._pump_woken.notify_all()
             state.woken.notify_all()
 

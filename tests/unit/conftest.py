@@ -1,4 +1,4 @@
-"""Settings of all unit tests: quiet TensorFlow, hypothesis that repeats itself (HYPOTHESIS_PROFILE=explore: new examples)."""
+"""Settings of all unit tests: quiet TensorFlow, examples that repeat (HYPOTHESIS_PROFILE=explore: other ones)."""
 
 from __future__ import annotations
 

@@ -41,7 +41,11 @@ def test_nonces_can_not_change_places():
 
 
 conversations = st.tuples(
-    st.sampled_from(["rank", "producer"]), st.text("ab1", max_size=3), st.integers(0, 12), st.binary(max_size=2), st.binary(max_size=2)
+    st.sampled_from(["rank", "producer"]),
+    st.text("ab1", max_size=3),
+    st.integers(0, 12),
+    st.binary(max_size=2),
+    st.binary(max_size=2),
 )
 
 
@@ -84,6 +88,8 @@ def test_the_token_of_the_environment_is_used(monkeypatch):
 @pytest.mark.parametrize("value", ["", "short", "0123456789abcde"])
 def test_a_short_token_is_refused_without_being_shown(monkeypatch, value):
     monkeypatch.setenv(auth.TOKEN_VARIABLE, value)
-    with pytest.raises(ValueError, match=f"KERASFEED_TOKEN must have at least 16 characters. Received: {len(value)}.") as raised:
+    with pytest.raises(
+        ValueError, match=f"KERASFEED_TOKEN must have at least 16 characters. Received: {len(value)}."
+    ) as raised:
         auth.token_from_environment()
     assert not value or value not in str(raised.value)

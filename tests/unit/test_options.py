@@ -78,19 +78,19 @@ def test_none_is_refused_where_there_is_nothing_to_leave_open(make, argument):
 
 @pytest.mark.parametrize("value", ["", 3, None, b"train"])
 def test_a_feed_needs_a_name(make, value):
-    with pytest.raises(ValueError, match="name must be a string of at least one character. Received: "):
+    with pytest.raises(ValueError, match=r"name must be a string of at least one character. Received: "):
         make(name=value)
 
 
 @pytest.mark.parametrize("value", [1, None, "yes"])
 def test_deterministic_is_true_or_false(make, value):
-    with pytest.raises(TypeError, match="deterministic must be True or False. Received: "):
+    with pytest.raises(TypeError, match=r"deterministic must be True or False. Received: "):
         make(deterministic=value)
 
 
 @pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, "600", None, True])
 def test_start_timeout_is_a_positive_number_of_seconds(make, value):
-    with pytest.raises(ValueError, match="start_timeout must be seconds, more than 0. Received: "):
+    with pytest.raises(ValueError, match=r"start_timeout must be seconds, more than 0. Received: "):
         make(start_timeout=value)
 
 
@@ -159,12 +159,12 @@ def test_a_callback_sets_only_what_was_left_open():
     feeder.session.configure(producer=None, prefetch=3)
     assert (feeder.session.options.producer, feeder.session.options.prefetch) == (0, 3)
     feeder.session.configure(producer=0, prefetch=3)
-    with pytest.raises(ValueError, match="producer is 0 already, given to DataFeeder. Received: 1"):
+    with pytest.raises(ValueError, match=r"producer is 0 already, given to DataFeeder. Received: 1"):
         feeder.session.configure(producer=1)
 
 
 def test_what_a_callback_sets_is_checked_too():
-    with pytest.raises(ValueError, match="prefetch must be at least 1. Received: 0"):
+    with pytest.raises(ValueError, match=r"prefetch must be at least 1. Received: 0"):
         DataFeeder(dataset_fn).session.configure(prefetch=0)
 
 
@@ -174,7 +174,7 @@ def test_what_a_callback_sets_is_checked_too():
 def test_options_travel_as_json():
     options = FeedOptions(name="väl", producer=2, seed=5, prefetch=3, start_timeout=1.5)
     assert FeedOptions(**json.loads(json.dumps(options.to_json()))) == options
-    assert DEFAULT_MAX_BUFFER_BYTES == FeedOptions().max_buffer_bytes
+    assert FeedOptions().max_buffer_bytes == DEFAULT_MAX_BUFFER_BYTES
 
 
 def test_options_do_not_change():
@@ -193,7 +193,9 @@ def test_the_address_of_a_producer_is_refused_as_not_supported_yet(address):
 
 @pytest.mark.parametrize("dataset", [None, 3, [1, 2], tf.constant([1])])
 def test_what_is_neither_function_nor_dataset_is_refused_by_type(dataset):
-    with pytest.raises(TypeError, match=f"must be a function .* or a tf.data.Dataset. Received: {type(dataset).__name__}"):
+    with pytest.raises(
+        TypeError, match=f"must be a function .* or a tf.data.Dataset. Received: {type(dataset).__name__}"
+    ):
         DataFeeder(dataset)
 
 
@@ -208,7 +210,7 @@ def test_a_topology_must_be_one():
 
 
 def test_a_producer_that_is_no_rank_of_the_job_is_refused():
-    with pytest.raises(ValueError, match="feed 'train': producer must be a rank from 0 to 0. Received: 3"):
+    with pytest.raises(ValueError, match=r"feed 'train': producer must be a rank from 0 to 0. Received: 3"):
         DataFeeder(dataset_fn, producer=3, topology=Topology())
 
 

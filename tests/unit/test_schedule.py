@@ -72,7 +72,9 @@ def test_a_position_says_where_it_is():
 # ---- Segments ----
 
 
-@given(epoch=st.integers(0, 50), first_epoch=st.integers(0, 50), origin_pass=firsts, origin=firsts, step=firsts, size=sizes)
+@given(
+    epoch=st.integers(0, 50), first_epoch=st.integers(0, 50), origin_pass=firsts, origin=firsts, step=firsts, size=sizes
+)
 def test_in_pass_mode_each_epoch_is_the_next_pass(epoch, first_epoch, origin_pass, origin, step, size):
     segment = Segment(first_epoch, origin_pass, origin)
     first = origin if epoch == 0 else 0

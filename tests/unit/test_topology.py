@@ -19,7 +19,7 @@ LAUNCHERS = [
 ]
 
 
-@pytest.fixture()
+@pytest.fixture
 def alone(monkeypatch):
     """A process that no launcher started, in which Horovod is not initialised."""
     for size_name, rank_name, _ in LAUNCHERS:

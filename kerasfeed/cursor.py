@@ -18,11 +18,19 @@ from kerasfeed.schedule import Position
 
 @dataclasses.dataclass(frozen=True)
 class Ticket:
-    """An iterator's right to pull: it holds until another iterator pulls."""
+    """An iterator's right to pull: it holds until another iterator pulls.
+
+    Attributes:
+        number: Counts the iterators.
+        start: The first step it pulls.
+        through_epochs: Whether it goes on after the end of an epoch.
+        left: Where the iterator before it left an epoch before its end, if this one begins a later epoch.
+    """
 
     number: int
     start: Position
     through_epochs: bool
+    left: Position | None = None
 
 
 class Cursor:
@@ -52,8 +60,11 @@ class Cursor:
     def open(self) -> Ticket:
         """An iterator pulls for the first time."""
         self._tickets += 1
+        left = None
         if not self.bound:
-            start = self.pulled if self.pulled.step == 0 else Position(self.pulled.epoch + 1, 0)
+            start = self.pulled
+            if self.pulled.step:
+                left, start = self.pulled, Position(self.pulled.epoch + 1, 0)
             self._train_all(start)
         elif self.through_epochs:
             start = self.pulled
@@ -61,7 +72,7 @@ class Cursor:
             start = max(self._start, self.acknowledged)
             self._untrained = collections.deque(p for p in self._untrained if p < start)
         self.pulled = start
-        return Ticket(self._tickets, start, self.bound and self.through_epochs)
+        return Ticket(self._tickets, start, self.bound and self.through_epochs, left)
 
     def check(self, ticket: Ticket) -> None:
         """Raises `FeedClosedError` if another iterator has pulled since."""

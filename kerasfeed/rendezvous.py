@@ -7,6 +7,7 @@ from `KERASFEED_TOKEN` or a broadcast of raw bytes.
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import fcntl
 import http.client
@@ -32,6 +33,8 @@ _HOROVOD_INTERFACE = "HOROVOD_GLOO_IFACE"
 _HTTP_SECONDS = 10.0
 _SCOPE = "kerasfeed"
 _SIOCGIFADDR = 0x8915
+# An address that is on no network (TEST-NET-1, RFC 5737): the way there is the way to anywhere else.
+_ELSEWHERE = "192.0.2.1"
 _BROADCAST_BYTES = 512
 
 
@@ -237,8 +240,15 @@ def listening_host(topology: Topology) -> str:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             request = struct.pack("256s", interface.encode()[:15])
             return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
-    target = os.environ.get(_HOROVOD_ADDRESS) or socket.gethostname()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    target = os.environ.get(_HOROVOD_ADDRESS) or _ELSEWHERE
+    host = ""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
         # Connecting a datagram socket sends nothing: it only picks the interface that leads there.
         probe.connect((target, 9))
-        return str(probe.getsockname()[0])
+        host = str(probe.getsockname()[0])
+    if not host or host.startswith("127."):
+        raise FeedError(
+            f"the ranks run on several hosts, but the way to {target} does not tell on which address of this host they "
+            f"reach it. Name the network interface in {_HOROVOD_INTERFACE}"
+        )
+    return host

@@ -314,7 +314,7 @@ class Session:
             if self._peeked == ticket.start and not ticket.through_epochs:
                 self._peeked = None
             else:
-                connection.read(ticket.start, ticket.through_epochs, self._last_epoch)
+                connection.read(ticket.start, ticket.through_epochs, self._last_epoch, ticket.left)
         return ticket
 
     def pull(self, ticket: Ticket) -> Any | None:

@@ -242,6 +242,7 @@ class _Conversation:
                 read.credit_steps,
                 read.credit_bytes,
                 read.last_epoch,
+                wire.position_of(read.left) if read.HasField("left") else None,
             )
         elif kind == "progress":
             p = message.progress

@@ -427,6 +427,7 @@ class Window:
         credit_steps: int,
         credit_bytes: int,
         last_epoch: int = NO_LAST_EPOCH,
+        left: Position | None = None,
     ) -> None:
         """A rank asks for the steps from `position` on; what it asked for earlier is void.
 
@@ -438,11 +439,11 @@ class Window:
             credit_steps: Most steps to send it ahead of what it has pulled.
             credit_bytes: Most bytes to send it ahead of what it has pulled; one step is always sent.
             last_epoch: The first epoch that its `fit` will not run, or `NO_LAST_EPOCH`.
+            left: Where it left an epoch before its end, for the one that it asks for now.
         """
         with self._lock:
             state = self._ranks[rank]
             state.last_epoch = last_epoch
-            left_at = state.pulled
             state.reader, state.next, state.pulled = reader, position, position
             state.through_epochs, state.at_end, state.waiting = through_epochs, False, False
             state.credit_steps, state.credit_bytes = credit_steps, credit_bytes
@@ -450,12 +451,11 @@ class Window:
             state.inflight_bytes = 0
             state.stuck_since = None
             if self._head is not None:
-                if position > self._head:
+                if left is not None and position.epoch > self._head.epoch:
                     for epoch in range(self._head.epoch, position.epoch):
-                        if epoch not in self._ends:
-                            self._cuts[epoch] = _Cut(rank, left_at, position)
+                        self._cuts[epoch] = _Cut(rank, left, position)
                     self._go_to(position)
-                elif not self._is_retained(position):
+                elif position < self._head and not self._is_retained(position):
                     if position.epoch >= self._segment.first_epoch:
                         self._go_to(position)
                     else:

@@ -144,18 +144,19 @@ class Connection:
         assert self._elements is not None
         return self._elements
 
-    def read(self, position: Position, through_epochs: bool, last_epoch: int) -> None:
+    def read(self, position: Position, through_epochs: bool, last_epoch: int, left: Position | None = None) -> None:
         """Asks for the steps from `position` on. What an earlier read has in flight is dropped.
 
         Args:
             position: The first step to get.
             through_epochs: Whether to read on after the epoch's end.
             last_epoch: The first epoch that `fit` will not run, or `NO_LAST_EPOCH`.
+            left: Where this rank left an epoch before its end, if it goes on with a later one.
         """
         with self._changed:
             self._readers += 1
             self._reader = _Reader(self._readers, position, through_epochs, last_epoch)
-            self._send_read()
+            self._send_read(left)
 
     def next(self, cancelled: Callable[[], None]) -> Step | End:
         """Waits for the next item of the present read.
@@ -295,11 +296,12 @@ class Connection:
         if self._outgoing is not None:
             self._outgoing.put(feed_pb2.RankMessage(**kind))
 
-    def _send_read(self) -> None:
+    def _send_read(self, left: Position | None = None) -> None:
         reader = self._reader
         if reader is not None and self._welcome is not None:
             self._send(
                 read=feed_pb2.Read(
+                    left=wire.position_message(left) if left is not None else None,
                     reader=reader.number,
                     position=wire.position_message(reader.next),
                     through_epochs=reader.through_epochs,

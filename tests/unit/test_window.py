@@ -133,17 +133,17 @@ class Rank:
         self.window.attend(self.number, self.acknowledged, segment)
         return self
 
-    def read(self, position):
+    def read(self, position, left=None):
         self.readers += 1
         self.items.clear()
         self.next = self.pulled = position
-        self.ask()
+        self.ask(left)
         return self
 
-    def ask(self):
+    def ask(self, left=None):
         self.reading = True
         self.window.read(
-            self.number, self.readers, self.next, self.through_epochs, self.credit, PLENTY, self.feed.last_epoch
+            self.number, self.readers, self.next, self.through_epochs, self.credit, PLENTY, self.feed.last_epoch, left
         )
 
     def receive(self):
@@ -830,15 +830,15 @@ def test_a_rank_that_knows_of_the_failure_gets_nothing_more():
 
 
 def test_a_failure_of_work_that_is_no_longer_wanted_is_forgotten():
-    feed = Feed(1, length=10).start()
+    feed = Feed(1, length=10).start(Position(0, 5))
     feed.pump_one()
     stale = feed.window.wait_for_work()
-    feed.ranks[0].read(Position(0, 5))
+    feed.ranks[0].read(Position(0, 0))
     feed.window.fail(stale.generation, "too late")
     feed.window.put(stale.generation, encoded(77))
     feed.window.end_pass(stale.generation, 0, 10)
     feed.run_epochs(1)
-    assert positions(feed.ranks[0]) == [5, 6, 7, 8, 9]
+    assert positions(feed.ranks[0]) == list(range(10))
 
 
 def test_a_pipeline_that_can_not_be_built_is_told_to_every_rank_at_once():
@@ -906,7 +906,7 @@ def test_a_rank_that_has_left_is_not_gone():
     feed.window.leave(1, "")
     feed.window.disconnected(1)
     feed.clock.now += 100.0
-    feed.ranks[0].read(Position(1, 0)).drain()
+    feed.ranks[0].read(Position(1, 0), left=feed.ranks[0].pulled).drain()
     assert feed.ranks[0].ends == {0: 5, 1: 5}
 
 
@@ -925,7 +925,7 @@ def broken_off(**options):
         feed.pump_all()
         early.receive()
         early.pull()
-    early.read(Position(1, 0))
+    early.read(Position(1, 0), left=early.pulled)
     late.drain()
     return feed, early, late
 
@@ -946,7 +946,7 @@ def test_ranks_in_different_epochs_are_both_named():
 def test_ranks_that_all_break_off_go_on_together():
     feed, _, late = broken_off()
     feed.clock.now += 9.0
-    late.read(Position(1, 0))
+    late.read(Position(1, 0), left=late.pulled)
     feed.clock.now += 20.0
     feed.run_until(lambda rank: 1 in rank.ends)
     assert all(rank.failure is None for rank in feed.ranks)

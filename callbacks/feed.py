@@ -174,7 +174,12 @@ class FeedCallback(keras.callbacks.Callback):
                 f"evaluate inside fit on feed {self._feeder.name!r}, from which fit trains, would take elements from "
                 "training. Build a second DataFeeder for validation_data"
             )
-        self._translate_errors("test_function", loop)
+        if loop is not None and hasattr(loop.test_runner, "_function"):
+            # Keras 2 has taken the function from the model before it calls this hook.
+            runner = loop.test_runner
+            runner._function = _translating(runner._function, feeders_of(loop.dataset), self._abandoned)
+        else:
+            self._translate_errors("test_function", loop)
 
     def on_test_end(self, logs: Any = None) -> None:
         """Undoes what `on_test_begin` did."""

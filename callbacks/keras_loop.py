@@ -21,6 +21,7 @@ class KerasLoop:
         steps_per_epoch: What the call was given as `steps_per_epoch` (or `steps`), or `None`.
         keeps_iterator: Whether Keras keeps one iterator over all epochs.
         epochs: Epochs that `fit` will still run at most; 1 for the others.
+        test_runner: What Keras 2 calls the test function through, in `evaluate`.
         validation_data: What `fit` was given to validate with.
         bare_callback: Whether Keras calls batch hooks from a thread pool, as Keras 3 does for a callback that was not
             given in a list.
@@ -41,6 +42,7 @@ class KerasLoop:
         self.epochs = max(0, local_variables.get("epochs", 1) - initial_epoch)
         callbacks = local_variables.get("callbacks")
         self.bare_callback = bool(getattr(callbacks, "_async_train", False))
+        self.test_runner = local_variables.get("test_function_runner")
         self.validation_data = local_variables.get("validation_data")
         self._progress_bar = getattr(callbacks, "_progbar", None)
 

@@ -14,6 +14,7 @@ import tensorflow as tf
 from tensorflow.python.data.ops import iterator_ops
 
 from kerasfeed import spec as spec_lib
+from kerasfeed.cursor import Ticket
 from kerasfeed.options import DEFAULT_MAX_BUFFER_BYTES, FeedOptions
 from kerasfeed.producer import launch
 from kerasfeed.producer.pipeline import serialize_dataset, takes_context
@@ -152,16 +153,9 @@ class DataFeeder(tf.data.Dataset):
         if self._inner is None:
             elements = self.session.connection().elements()
             session = self.session
-
-            def generate() -> Iterator[Any]:
-                ticket = session.open_iterator()
-                while (value := session.pull(ticket)) is not None:
-                    yield value
-                    del value
-
             # The dataset belongs to no graph, whoever asks for it first.
             with tf.init_scope():
-                inner = tf.data.Dataset.from_generator(generate, output_signature=elements.signature)
+                inner = tf.data.Dataset.from_generator(lambda: _Pulls(session), output_signature=elements.signature)
                 if elements.rebuild is not None:
                     inner = inner.map(elements.rebuild)
                 self._inner = inner.with_options(_source_options())
@@ -202,6 +196,28 @@ class DataFeeder(tf.data.Dataset):
     def close(self) -> None:
         """Leaves the producer, which ends when all ranks have left it. Iterating again starts it again."""
         self.session.close()
+
+
+class _Pulls:
+    """What a generator-backed dataset iterates: one pull of a step after the other.
+
+    Not a generator: one that has raised is over, and asking it again would look like the end of the epoch.
+    """
+
+    def __init__(self, session: Session):
+        self._session = session
+        self._ticket: Ticket | None = None
+
+    def __iter__(self) -> _Pulls:
+        return self
+
+    def __next__(self) -> Any:
+        if self._ticket is None:
+            self._ticket = self._session.open_iterator()
+        value = self._session.pull(self._ticket)
+        if value is None:
+            raise StopIteration
+        return value
 
 
 class FeedIterator(iterator_ops.OwnedIterator):

@@ -179,7 +179,6 @@ class _Conversation:
         self._context = context
         self._outbox: collections.deque[feed_pb2.ProducerMessage] = collections.deque()
         self._over = False
-        self._told_failure = False
 
     def end(self) -> None:
         """Lets both threads come to an end."""
@@ -196,9 +195,8 @@ class _Conversation:
         while not self._over:
             while self._outbox:
                 yield self._outbox.popleft()
-            item = self._window.wait_for_item(self._rank, self._interrupted, self._told_failure)
+            item = self._window.wait_for_item(self._rank, self._interrupted)
             if isinstance(item, Failure):
-                self._told_failure = True
                 yield _failure(_FAILURE_KINDS[item.kind], item.message)
             elif isinstance(item, EpochEnd):
                 end = feed_pb2.End(reader=item.reader, epoch=item.epoch, steps=item.steps)
@@ -232,7 +230,6 @@ class _Conversation:
         rank, window = self._rank, self._window
         if kind == "read":
             read = message.read
-            self._told_failure = False
             position = wire.position_of(read.position)
             window.read(
                 rank,

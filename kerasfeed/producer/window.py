@@ -119,6 +119,7 @@ class _Rank:
     through_epochs: bool = False
     at_end: bool = False
     waiting: bool = False
+    told_failure: bool = False
     credit_steps: int = 1
     credit_bytes: int = 1
     inflight: collections.deque[tuple[Position, int]] = dataclasses.field(default_factory=collections.deque)
@@ -410,7 +411,7 @@ class Window:
                 if len(self._ranks) == self._size:
                     self._complete()
             known.connected, known.left, known.since = True, False, self._clock()
-            known.reader = None
+            known.reader, known.told_failure = None, False
             known.acknowledged = max(known.acknowledged, acknowledged)
             known.pulled = max(known.pulled, acknowledged)
             known.next = max(known.next, acknowledged)
@@ -445,6 +446,7 @@ class Window:
             state = self._ranks[rank]
             state.last_epoch = last_epoch
             state.reader, state.next, state.pulled = reader, position, position
+            state.told_failure = False
             state.through_epochs, state.at_end, state.waiting = through_epochs, False, False
             state.credit_steps, state.credit_bytes = credit_steps, credit_bytes
             state.inflight.clear()
@@ -571,16 +573,16 @@ class Window:
             state.connected, state.reader, state.since = False, None, self._clock()
             self._pump_woken.notify_all()
 
-    def wait_for_item(self, rank: int, interrupted: Callable[[], bool], knows_failure: bool = False) -> Item | None:
+    def wait_for_item(self, rank: int, interrupted: Callable[[], bool]) -> Item | None:
         """Blocks for what `rank` gets next; `None` when `interrupted()` (looked at after each `wake`).
 
-        A rank that knows of the failure already gets nothing more.
+        A failure is told once for each read: a rank that knows of it gets nothing more until it asks again.
         """
         with self._lock:
             state = self._ranks[rank]
             while not interrupted():
                 self._check_ranks()
-                item = None if knows_failure else self._take(rank)
+                item = self._take(rank)
                 if item is not None:
                     self._pump_woken.notify_all()
                     return item
@@ -594,10 +596,13 @@ class Window:
 
     def _take(self, rank: int) -> Item | None:
         state = self._ranks[rank]
+        if state.told_failure:
+            return None
         if self._failure is not None:
             position = self._failure.position
             reached = state.reader is not None and not state.at_end and position is not None and state.next >= position
             if position is None or reached:
+                state.told_failure = True
                 return self._failure
         if state.reader is None or state.at_end or self._head is None or len(self._ranks) < self._size:
             return None

@@ -149,7 +149,7 @@ class Rank:
     def receive(self):
         """Takes what the window has for this rank now. Returns whether there was something."""
         try:
-            item = self.window.wait_for_item(self.number, lambda: False, self.failure is not None)
+            item = self.window.wait_for_item(self.number, lambda: False)
         except WouldBlock:
             return False
         if isinstance(item, Failure):

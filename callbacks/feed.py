@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from kerasfeed.feeder import DataFeeder, derives_from_feeder, feeders_of
 from kerasfeed.session import Session
 
 _LOG = logging.getLogger("kerasfeed")
+_ABSENT = object()
 
 
 class FeedCallback(keras.callbacks.Callback):
@@ -60,11 +62,24 @@ class FeedCallback(keras.callbacks.Callback):
         self._warned = False
         self._over: Any = None
         self._wrapped: dict[str, Any] = {}
+        self._fit = 0
+        self._ending = threading.RLock()
 
     # ---- Training ----
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Starts the feed and settles where this `fit` begins."""
+        # A fit that raised may not be over yet, as long as somebody holds its exception.
+        self._abandon(self._fit, "its fit ended with an exception")
+        self._fit += 1
+        try:
+            self._begin()
+        except BaseException as error:
+            self._training = True
+            self._abandon(self._fit, f"fit could not begin: {error}")
+            raise
+
+    def _begin(self) -> None:
         loop = self._loop = KerasLoop.find(self.model, "fit")
         steps, through_epochs, epochs = None, False, None
         if loop is None:
@@ -76,14 +91,16 @@ class FeedCallback(keras.callbacks.Callback):
         else:
             self._check(loop)
             through_epochs, epochs = loop.keeps_iterator, loop.epochs
-            steps = loop.steps_per_epoch if through_epochs else None
-            self._over = loop.when_over(self._abandoned)
+            steps = loop.steps_per_epoch
+            self._over = loop.when_over(self._abandon_in_background, self._fit)
             # A validation feeder that starts only when it is needed lets the whole job wait for it.
             for feeder in feeders_of(loop.validation_data):
                 feeder.session.start()
         self._session.bind(steps, through_epochs, epochs)
         self._training = True
         self._translate_errors("train_function", loop)
+        self._guard("make_test_function", "evaluate")
+        self._guard("make_predict_function", "predict")
 
     def _check(self, loop: KerasLoop) -> None:
         name, own = self._feeder.name, self._session.options.steps_per_epoch
@@ -97,7 +114,7 @@ class FeedCallback(keras.callbacks.Callback):
                 f"FeedCallback of feed {name!r}: fit does not train from it. Give the callback the feeder that "
                 "fit gets, and a validation feeder none"
             )
-        if loop.keeps_iterator and own is not None and own != loop.steps_per_epoch:
+        if loop.steps_per_epoch is not None and own is not None and own != loop.steps_per_epoch:
             raise ValueError(
                 f"feed {name!r} was built with steps_per_epoch={own}, but fit got steps_per_epoch="
                 f"{loop.steps_per_epoch}. Give it to one of them only"
@@ -116,9 +133,9 @@ class FeedCallback(keras.callbacks.Callback):
             loop.forget_passes()
         elif loop.dataset is self._feeder and whole is not None:
             loop.set_steps(whole - start.step)
-        elif whole is None or start.step:
-            # Keras would end this epoch where the last one ended.
-            loop.set_steps(None)
+        else:
+            # Keras would end this epoch where the last one ended, or where a whole one ends.
+            loop.set_steps(None if whole is None or start.step else loop.steps_at_begin)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Counts what was trained. Keras's own batch numbers can't be trusted: they count steps not run, too."""
@@ -128,7 +145,7 @@ class FeedCallback(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Compares batches trained with steps pulled."""
-        left = self._session.end_epoch()
+        left = self._session.end_epoch(stopped=bool(self.model.stop_training))
         tolerance = self._loop.steps_per_call if self._loop is not None else 1
         if (left >= tolerance or self._excess >= tolerance) and not self._warned:
             self._warned = True
@@ -144,12 +161,21 @@ class FeedCallback(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Ends the feed, or leaves it to the next `fit`."""
-        self._finish("")
+        with self._ending:
+            self._finish("")
 
-    def _abandoned(self) -> None:
-        """The `fit` is over without `on_train_end`: it raised."""
-        if self._training:
-            self._finish("its fit ended with an exception")
+    def _abandon(self, fit: int, error: str) -> None:
+        """Ends the feed of a `fit` that came to no `on_train_end`, unless that is done."""
+        with self._ending:
+            if self._training and fit == self._fit:
+                self._finish(error)
+
+    def _abandon_in_background(self, fit: int) -> None:
+        # Called by whoever collects the garbage, which may be any thread, with any lock held.
+        thread = threading.Thread(
+            target=self._abandon, args=(fit, "its fit ended with an exception"), name="kerasfeed-abandon", daemon=True
+        )
+        thread.start()
 
     def _finish(self, error: str) -> None:
         self._training = False
@@ -167,17 +193,12 @@ class FeedCallback(keras.callbacks.Callback):
     # ---- Evaluation and prediction ----
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Refuses to evaluate on the feeder that is being trained from."""
+        """Lets errors of the feed through as they are."""
         loop = KerasLoop.find(self.model, "evaluate")
-        if loop is not None and self._training and derives_from_feeder(loop.dataset, self._feeder):
-            raise ValueError(
-                f"evaluate inside fit on feed {self._feeder.name!r}, from which fit trains, would take elements from "
-                "training. Build a second DataFeeder for validation_data"
-            )
-        if loop is not None and hasattr(loop.test_runner, "_function"):
+        runner = loop.test_runner if loop is not None else None
+        if loop is not None and runner is not None and hasattr(runner, "_function"):
             # Keras 2 has taken the function from the model before it calls this hook.
-            runner = loop.test_runner
-            runner._function = _translating(runner._function, feeders_of(loop.dataset), self._abandoned)
+            runner._function = _translating(runner._function, feeders_of(loop.dataset), self._clean_up)
         else:
             self._translate_errors("test_function", loop)
 
@@ -193,6 +214,24 @@ class FeedCallback(keras.callbacks.Callback):
         """Undoes what `on_predict_begin` did."""
         self._restore("predict_function")
 
+    def _guard(self, maker: str, call: str) -> None:
+        """Refuses to evaluate or predict on the feeder that is being trained from, whoever calls it inside `fit`."""
+        make = getattr(self.model, maker, None)
+        if make is None:
+            return
+
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            loop = KerasLoop.find(self.model, call)
+            if loop is not None and derives_from_feeder(loop.dataset, self._feeder):
+                raise ValueError(
+                    f"{call} inside fit on feed {self._feeder.name!r}, from which fit trains, would take elements from "
+                    "training. Build a second DataFeeder for it"
+                )
+            return make(*args, **kwargs)
+
+        self._wrapped[maker] = self.model.__dict__.get(maker, _ABSENT)
+        setattr(self.model, maker, guarded)
+
     # ---- Errors ----
 
     def _translate_errors(self, name: str, loop: KerasLoop | None) -> None:
@@ -202,12 +241,19 @@ class FeedCallback(keras.callbacks.Callback):
             return
         feeders = feeders_of(loop.dataset) if loop is not None else [self._feeder]
         self._restore(name)
-        self._wrapped[name] = self.model.__dict__.get(name, function)
-        setattr(self.model, name, _translating(function, feeders, self._abandoned))
+        self._wrapped[name] = self.model.__dict__.get(name, _ABSENT)
+        setattr(self.model, name, _translating(function, feeders, self._clean_up))
+
+    def _clean_up(self) -> None:
+        self._abandon(self._fit, "its fit ended with an error of a feed")
 
     def _restore(self, name: str) -> None:
         if name in self._wrapped:
-            setattr(self.model, name, self._wrapped.pop(name))
+            value = self._wrapped.pop(name)
+            if value is _ABSENT:
+                delattr(self.model, name)
+            else:
+                setattr(self.model, name, value)
 
 
 def _translating(

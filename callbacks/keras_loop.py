@@ -19,6 +19,7 @@ class KerasLoop:
     Attributes:
         dataset: The dataset that Keras iterates.
         steps_per_epoch: What the call was given as `steps_per_epoch` (or `steps`), or `None`.
+        steps_at_begin: How many steps Keras believes an epoch has, or `None`, as the call begins.
         keeps_iterator: Whether Keras keeps one iterator over all epochs.
         epochs: Epochs that `fit` will still run at most; 1 for the others.
         test_runner: What Keras 2 calls the test function through, in `evaluate`.
@@ -40,7 +41,10 @@ class KerasLoop:
             self.keeps_iterator = not handler._adapter.should_recreate_iterator()
         initial_epoch = local_variables.get("initial_epoch") or 0
         self.epochs = max(0, local_variables.get("epochs", 1) - initial_epoch)
+        self.steps_at_begin = handler._num_batches if self._keras3 else handler._inferred_steps
         callbacks = local_variables.get("callbacks")
+        # Keras makes this list for the call, and only the call holds it; what it iterates with may be in a cycle.
+        self._held_by_call = weakref.ref(callbacks if callbacks is not None else handler)
         self.bare_callback = bool(getattr(callbacks, "_async_train", False))
         self.test_runner = local_variables.get("test_function_runner")
         self.validation_data = local_variables.get("validation_data")
@@ -64,8 +68,7 @@ class KerasLoop:
 
     def when_over(self, call: Any, *args: Any) -> weakref.finalize[Any, Any]:
         """Has `call(*args)` called once the running call is over, however it ends."""
-        handler = self._handler()
-        finalizer = weakref.finalize(handler, call, *args)
+        finalizer = weakref.finalize(self._held_by_call(), call, *args)
         finalizer.atexit = False
         return finalizer
 

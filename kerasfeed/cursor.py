@@ -126,7 +126,8 @@ class Cursor:
         return len(self._untrained)
 
     def bind(self, position: Position, through_epochs: bool) -> None:
-        """A `fit` begins at `position`."""
+        """A `fit` begins at `position`. Iterators that are left from before have no say any more."""
+        self._tickets += 1
         self.bound, self.through_epochs = True, through_epochs
         self._untrained.clear()
         self.acknowledged = max(self.acknowledged, position)
@@ -143,7 +144,8 @@ class Cursor:
             self.acknowledged = self.pulled = self._start = Position(epoch + 1, 0)
 
     def unbind(self) -> None:
-        """The `fit` is over: what was pulled and not trained is forgotten."""
+        """The `fit` is over: what was pulled and not trained is forgotten, and so are iterators that still pull."""
+        self._tickets += 1
         self.bound = self.through_epochs = False
         self._untrained.clear()
         self.pulled = self.acknowledged

@@ -139,7 +139,7 @@ class DataFeeder(tf.data.Dataset):
     @property
     def _variant_tensor(self) -> tf.Tensor:
         if self._limited is None:
-            inner = self._unlimited()
+            inner = self._build(direct=False)
             steps = self.session.cardinality
             with tf.init_scope():
                 if steps == tf.data.INFINITE_CARDINALITY:
@@ -151,18 +151,20 @@ class DataFeeder(tf.data.Dataset):
 
     def _unlimited(self) -> tf.data.Dataset:
         if self._inner is None:
-            elements = self.session.connection().elements()
-            session = self.session
-            # The dataset belongs to no graph, whoever asks for it first.
-            with tf.init_scope():
-                inner = tf.data.Dataset.from_generator(lambda: _Pulls(session), output_signature=elements.signature)
-                if elements.rebuild is not None:
-                    inner = inner.map(elements.rebuild)
-                self._inner = inner.with_options(_source_options())
+            self._inner = self._build(direct=True)
         return self._inner
 
+    def _build(self, direct: bool) -> tf.data.Dataset:
+        elements, session = self.session.connection().elements(), self.session
+        # The dataset belongs to no graph, whoever asks for it first.
+        with tf.init_scope():
+            inner = tf.data.Dataset.from_generator(lambda: _Pulls(session, direct), output_signature=elements.signature)
+            if elements.rebuild is not None:
+                inner = inner.map(elements.rebuild)
+            return inner.with_options(_source_options())
+
     def __repr__(self) -> str:
-        spec = f" element_spec={self.session.element_spec}" if self._inner is not None else ""
+        spec = f" element_spec={self.session.element_spec}" if self.session.running else ""
         return f"<DataFeeder {self.name!r}{spec}>"
 
     __str__ = __repr__
@@ -204,8 +206,9 @@ class _Pulls:
     Not a generator: one that has raised is over, and asking it again would look like the end of the epoch.
     """
 
-    def __init__(self, session: Session):
+    def __init__(self, session: Session, direct: bool):
         self._session = session
+        self._direct = direct
         self._ticket: Ticket | None = None
 
     def __iter__(self) -> _Pulls:
@@ -213,7 +216,7 @@ class _Pulls:
 
     def __next__(self) -> Any:
         if self._ticket is None:
-            self._ticket = self._session.open_iterator()
+            self._ticket = self._session.open_iterator(self._direct)
         value = self._session.pull(self._ticket)
         if value is None:
             raise StopIteration
@@ -257,7 +260,12 @@ def _prepare(dataset: Any) -> Callable[[], Source]:
             f"Received: {type(dataset).__name__}"
         )
     takes_context(dataset)
-    return lambda: Source(launch.pickle_function(dataset), "function", sources=launch.unsaved_sources(dataset))
+
+    def pickled() -> Source:
+        payload, modules = launch.pickle_function(dataset)
+        return Source(payload, "function", modules=modules, sources=launch.unsaved_sources(dataset))
+
+    return pickled
 
 
 def _source_options() -> tf.data.Options:

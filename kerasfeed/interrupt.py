@@ -50,7 +50,13 @@ def install() -> None:
     _installed_in = os.getpid()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _handle)
+    # A child that is forked shares the pipe: what it catches must not wake this process.
+    os.register_at_fork(after_in_child=_let_go)
     threading.Thread(target=_watch, args=(read_end,), name="kerasfeed-interrupt", daemon=True).start()
+
+
+def _let_go() -> None:
+    signal.set_wakeup_fd(-1)
 
 
 def _handle(number: int, frame: types.FrameType | None) -> None:

@@ -191,9 +191,15 @@ class Meeting:
 
     def publish(self, host: str, port: int) -> None:
         """The producer listens here from now on."""
-        self._told = Address(host, port, secrets.token_hex(8))
-        if self._store is not None:
+        earlier, self._told = self._told, Address(host, port, secrets.token_hex(8))
+        if self._store is None:
+            return
+        try:
             self._store.put(self._key, self._told.to_json())
+        except FeedError:
+            # A producer that was restarted where the one before it listened is found all the same.
+            if earlier is None or (earlier.host, earlier.port) != (host, port):
+                raise
 
     def publish_failure(self, message: str) -> None:
         """There will be no producer."""
@@ -213,8 +219,14 @@ class Meeting:
         """
         if self._failure is not None:
             raise ProducerError(self._failure)
-        if self._told is None or self._store is not None:
-            data = self._store.get(self._key) if self._store is not None else None
+        if self._store is not None:
+            try:
+                data = self._store.get(self._key)
+            except FeedError:
+                # A store that fails once must not take away what is known.
+                if self._told is None:
+                    raise
+                data = None
             if data is not None:
                 value = json.loads(data)
                 if "failure" in value:

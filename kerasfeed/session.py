@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from kerasfeed import interrupt, rendezvous
+from kerasfeed import auth, interrupt, rendezvous
 from kerasfeed import spec as spec_lib
 from kerasfeed.cursor import Cursor, Ticket
 from kerasfeed.errors import FeedClosedError, FeedError, ProducerError
@@ -34,6 +34,7 @@ from kerasfeed.transport.grpc_stream import Connection, End, Identity, Step
 _STATUS_SECONDS = 5.0
 _MAX_CREDIT_STEPS = 16
 _FAREWELL_SECONDS = 1.0
+_PORT_SECONDS = 10.0
 
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 _ordinals: dict[str, int] = {}
@@ -68,6 +69,7 @@ class Source:
     payload: bytes
     kind: str
     spec: str = ""
+    modules: list[str] = dataclasses.field(default_factory=list)
     sources: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -93,6 +95,7 @@ class Session:
         self._run = 0
         self._store: rendezvous.Store | None = None
         self._supervisor: Supervisor | None = None
+        self._meeting: rendezvous.Meeting = rendezvous.Meeting(None, "")
         self._connection: Connection | None = None
         self._seed = options.seed
         self._spec: Any = None
@@ -186,16 +189,19 @@ class Session:
         with self._lock:
             if self._connection is not None:
                 return
+            if os.getpid() != self.owner:
+                raise FeedClosedError(f"feed {self.name!r} can't be used in a process that was forked from its own")
             if _exiting:
                 raise FeedClosedError(f"feed {self.name!r} can't start: the script is at its end")
             topology = self.topology()
             token = rendezvous.job_token(topology)
             self._run += 1
             _open_sessions.add(self)
-            meeting = rendezvous.Meeting(self._store, f"{self.name}.{self._ordinal}.{self._run}")
-            is_producer = topology.rank == self.options.producer_rank
-            if is_producer:
+            job = auth.job_mark(token)
+            meeting = rendezvous.Meeting(self._store, f"{self.name}.{self._ordinal}.{self._run}.{job}")
+            if topology.rank == self.options.producer_rank:
                 self._supervisor = self._start_producer(meeting, token, topology)
+            self._meeting = meeting
             if self._store is None and topology.size > 1:
                 rendezvous.meet_by_broadcast(meeting, topology, self.options.producer_rank, f"{self.name}.{self._run}")
             identity = Identity(
@@ -220,6 +226,9 @@ class Session:
     def _start_producer(self, meeting: rendezvous.Meeting, token: bytes, topology: Topology) -> Supervisor:
         if self._seed is None:
             self._seed = random.SystemRandom().randrange(2**31)
+        if self._supervisor is not None and self.options.port:
+            # The producer of the run before may still listen on the port that was asked for.
+            self._supervisor.wait(_PORT_SECONDS)
         try:
             source = self._source()
             launch = Launch(
@@ -240,6 +249,7 @@ class Session:
                 payload_kind=source.kind,
                 source_spec=source.spec,
                 script=getattr(sys.modules.get("__main__"), "__file__", None) or "",
+                modules=source.modules,
                 sources=source.sources,
             )
             supervisor = Supervisor(launch, meeting.publish, meeting.publish_failure)
@@ -293,15 +303,25 @@ class Session:
         if not error:
             self._note_status(connection.status(_STATUS_SECONDS) if connection.ready else None)
         connection.close(error)
-        if error and self._supervisor is not None:
-            # The others hear of it from the producer, which tells them before it is ended.
-            self._supervisor.wait(_FAREWELL_SECONDS)
-            self._supervisor.stop()
+        supervisor = self._supervisor
+        if supervisor is None:
+            return
+        if error:
+            # Ranks that come later hear of it here; those that are there, from the producer before it is ended.
+            rank = self.topology().rank
+            self._meeting.publish_failure(f"feed {self.name!r}: rank {rank} left with an error: {error}")
+            supervisor.wait(_FAREWELL_SECONDS)
+        if error or supervisor.build_failed or (self.topology().size == 1 and not connection.left):
+            supervisor.stop()
 
     # ---- Steps ----
 
-    def open_iterator(self) -> Ticket:
-        """An iterator pulls for the first time: settles where it starts, and asks for the steps from there on."""
+    def open_iterator(self, direct: bool) -> Ticket:
+        """An iterator pulls for the first time: settles where it starts, and asks for the steps from there on.
+
+        Args:
+            direct: Whether what is pulled is what the user gets: nothing in between pulls ahead.
+        """
         try:
             connection = self.connection()
         except FeedError as error:
@@ -314,7 +334,9 @@ class Session:
             if self._peeked == ticket.start and not ticket.through_epochs:
                 self._peeked = None
             else:
-                connection.read(ticket.start, ticket.through_epochs, self._last_epoch, ticket.left)
+                connection.read(
+                    ticket.start, ticket.through_epochs, self._last_epoch, ticket.left, direct and not self.cursor.bound
+                )
         return ticket
 
     def pull(self, ticket: Ticket) -> Any | None:
@@ -323,11 +345,11 @@ class Session:
         Raises:
             FeedError: There is none; the message says why.
         """
-        connection = self._connection
-        if connection is None:
-            raise FeedClosedError(f"feed {self.name!r} was closed while an iterator was in use")
         while True:
             try:
+                connection = self._connection
+                if connection is None:
+                    raise FeedClosedError(f"feed {self.name!r} was closed while an iterator was in use")
                 item = connection.next(lambda: self.cursor.check(ticket))
             except FeedError as error:
                 self.failure = error
@@ -405,13 +427,14 @@ class Session:
             self._update()
             return excess
 
-    def end_epoch(self) -> int:
+    def end_epoch(self, stopped: bool) -> int:
         """A Keras epoch is over. Returns how many steps of it were pulled but not acknowledged.
 
-        They count as trained if the epoch's end was pulled, too: then Keras used all that there was.
+        They count as trained if the epoch's end was pulled, too: then Keras used all that there was. Unless training
+        `stopped`: then what was pulled ahead may not have been used, and what is not acknowledged is served again.
         """
         with self._lock:
-            if self.cursor.through_epochs or self.cursor.pulled.step:
+            if stopped or self.cursor.through_epochs or self.cursor.pulled.step:
                 left = 0
             else:
                 left = self.cursor.untrained
@@ -486,8 +509,10 @@ def _drop_iterators() -> None:
     from kerasfeed.feeder import FeedIterator, derives_from_feeder
 
     for thing in gc.get_objects():
-        if isinstance(thing, FeedIterator) or (
-            isinstance(thing, iterator_ops.OwnedIterator) and derives_from_feeder(getattr(thing, "_dataset", None))
+        # Not isinstance: that would wake proxies of what is gone.
+        kind = type(thing)
+        if issubclass(kind, FeedIterator) or (
+            issubclass(kind, iterator_ops.OwnedIterator) and derives_from_feeder(getattr(thing, "_dataset", None))
         ):
             thing._iterator_resource = None
     gc.collect()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import json
 import linecache
 import mmap
@@ -81,7 +82,7 @@ def main() -> None:
 
     options = FeedOptions(**launch.options)
     agreed = {**options.agreed(), "size": launch.size}
-    service = FeedService(options.name, launch.size, launch.token, agreed)
+    service = FeedService(options.name, launch.size, launch.token, agreed, _log)
     try:
         server, port = service.start(launch.host, launch.port)
     except OSError as error:
@@ -136,11 +137,15 @@ def _serve(
             tf.config.experimental.enable_op_determinism()
         if launch.payload_kind == "function":
             source, source_spec = cloudpickle.loads(launch.payload), None
+            for name in launch.modules:
+                # Only AutoGraph looks for it, and what can't be imported here was made by hand.
+                with contextlib.suppress(Exception):
+                    importlib.import_module(name)
         else:
             source, source_spec = launch.payload, spec.decode_spec(launch.source_spec.encode())
         lengths = {int(pass_): elements for pass_, elements in launch.pass_lengths.items()}
         pipeline = Pipeline(source, source_spec, launch.size, launch.seed, launch.restarted, lengths, _log)
-    except Exception:
+    except (Exception, SystemExit):
         what = "dataset_fn" if launch.payload_kind == "function" else "the dataset"
         message = f"{what} raised before the first element:\n{traceback.format_exc()}"
         report(failed=message)
@@ -156,6 +161,7 @@ def _serve(
         complete=lambda: report(complete=True),
         pass_ended=lambda pass_, elements: report(pass_length=[pass_, elements]),
         epoch_ended=lambda epoch, count: report(epoch=[epoch, count.elements, count.steps, count.dropped]),
+        pass_lengths=lengths,
         counts={e: EpochCount(elements, steps, dropped, True) for e, elements, steps, dropped in launch.counts},
     )
     if options.steps_per_epoch is not None:

@@ -48,6 +48,7 @@ class Launch:
         pass_lengths: Elements of the passes that ended before, by their number (JSON has text keys only).
         payload: `dataset_fn`, pickled by value where it must be, or a dataset's graph.
         payload_kind: "function" or "graph".
+        modules: Modules of functions that are pickled by value.
         script: The file of the rank's `__main__`, if it has one.
         sources: Source code that lies in no file, as of a notebook's cells, by the name it goes by: AutoGraph needs it.
         source_spec: The element spec that goes with a graph, as `spec.encode_spec` wrote it, in text.
@@ -69,6 +70,7 @@ class Launch:
     payload: bytes
     payload_kind: str
     source_spec: str = ""
+    modules: list[str] = dataclasses.field(default_factory=list)
     script: str = ""
     sources: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -118,17 +120,29 @@ class _Pickler(cloudpickle.Pickler):
         {types.CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table
     )
 
+    def __init__(self, file: IO[bytes]):
+        super().__init__(file)
+        self.modules: set[str] = set()
 
-def pickle_function(function: Callable[..., Any]) -> bytes:
+    def _dynamic_function_reduce(self, func: Any) -> Any:
+        self.modules.add(func.__module__ or "")
+        return super()._dynamic_function_reduce(func)
+
+
+def pickle_function(function: Callable[..., Any]) -> tuple[bytes, list[str]]:
     """Returns `dataset_fn` as bytes for the child; functions of `__main__`, lambdas and closures go by value.
+
+    Also returns the names of the modules that functions which go by value come from. AutoGraph looks into a function's
+    module for its source code, so the child has to import them.
 
     Raises:
         TypeError: It captures what can't be pickled; the message says what.
     """
     data = io.BytesIO()
+    pickler = _Pickler(data)
     try:
-        _Pickler(data).dump(function)
-        return data.getvalue()
+        pickler.dump(function)
+        return data.getvalue(), sorted(pickler.modules - {"", "__main__"})
     except (pickle.PicklingError, TypeError, AttributeError, ValueError, NotImplementedError, RuntimeError) as error:
         captured = ", ".join(_captured(function)) or "nothing that shows"
         raise TypeError(

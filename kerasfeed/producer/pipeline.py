@@ -247,6 +247,7 @@ class Pipeline:
         self._fresh_pass = 0
         self._lengths = dict(lengths or {})
         self._said_unrepeatable = False
+        self._miscounts = False
 
     @property
     def cardinality(self) -> int:
@@ -294,6 +295,7 @@ class Pipeline:
         self._iterator = iter(self._dataset)
         self._fresh_pass += 1
         self._pass, self._element = pass_, 0
+        self._miscounts = False
 
     def _walk(self, iterator: Iterator[Any], pass_: int) -> None:
         """Leaves the dataset in the state in which pass `pass_` left it, if that is possible."""
@@ -333,7 +335,7 @@ class Pipeline:
         while joined and 0 < self._lengths.get(pass_, element + 1) <= element:
             element -= self._lengths[pass_]
             pass_ += 1
-        if self.standing[0] != pass_ or self.standing[1] > element:
+        if self._miscounts or self.standing[0] != pass_ or self.standing[1] > element:
             self._start_pass(pass_)
         to_skip = element - self.standing[1]
         while to_skip > 0:
@@ -364,6 +366,10 @@ class Pipeline:
         assert self._iterator is not None
         try:
             value = next(self._iterator)
+        except tf.errors.OpError:
+            # tf.data goes on behind the element that failed: from here on this iterator counts wrong.
+            self._miscounts = True
+            raise
         except StopIteration:
             self._iterator = None
             self._lengths[self._pass] = self._element

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 
 from kerasfeed.producer.pipeline import EndOfPass, Pipeline
-from kerasfeed.producer.window import Seek, Window
+from kerasfeed.producer.window import Produce, Seek, Window
 
 
 def run(window: Window, pipeline: Pipeline, produced: Callable[[int, int], None]) -> None:
@@ -21,17 +21,26 @@ def run(window: Window, pipeline: Pipeline, produced: Callable[[int, int], None]
         pipeline: Where they come from.
         produced: Called with (pass, element) after each element: how far the producer has come.
     """
-    while (work := window.wait_for_work()) is not None:
-        try:
-            if isinstance(work, Seek):
-                pipeline.seek(work.pass_, work.element, work.joined, window.note_pass_length)
-                continue
-            element = pipeline.next()
-        except EndOfPass as end:
-            window.end_pass(work.generation, end.pass_, end.elements)
-        except Exception:
-            pass_, index = pipeline.standing
-            window.fail(work.generation, f"element {index} of pass {pass_} raised:\n{traceback.format_exc()}")
-        else:
-            window.put(work.generation, element)
-            produced(*pipeline.standing)
+    try:
+        while (work := window.wait_for_work()) is not None:
+            _do(work, window, pipeline, produced)
+    except BaseException:
+        # Without its pump a window would let all ranks wait for ever.
+        window.abandon(f"the producer is broken:\n{traceback.format_exc()}")
+        raise
+
+
+def _do(work: Seek | Produce, window: Window, pipeline: Pipeline, produced: Callable[[int, int], None]) -> None:
+    try:
+        if isinstance(work, Seek):
+            pipeline.seek(work.pass_, work.element, work.joined, window.note_pass_length)
+            return
+        element = pipeline.next()
+    except EndOfPass as end:
+        window.end_pass(work.generation, end.pass_, end.elements)
+    except (Exception, SystemExit):
+        pass_, index = pipeline.standing
+        window.fail(work.generation, f"element {index} of pass {pass_} raised:\n{traceback.format_exc()}")
+    else:
+        window.put(work.generation, element)
+        produced(*pipeline.standing)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import Any
 
@@ -23,6 +23,7 @@ from kerasfeed.proto import feed_pb2
 _PROOF_SECONDS = 10.0
 _POLL_SECONDS = 0.5
 _SPARE_WORKERS = 16
+_MAX_MESSAGE = 100_000
 
 _FAILURE_KINDS = {FailureKind.PRODUCER: feed_pb2.Failure.PRODUCER, FailureKind.RANKS: feed_pb2.Failure.RANKS}
 
@@ -35,9 +36,11 @@ class FeedService:
         size: Number of ranks.
         token: The job's token.
         agreed: The options that each rank must have given too.
+        log: Called with each warning.
     """
 
-    def __init__(self, feed: str, size: int, token: bytes, agreed: dict[str, Any]):
+    def __init__(self, feed: str, size: int, token: bytes, agreed: dict[str, Any], log: Callable[[str], None] = print):
+        self._log = log
         self._feed = feed
         self._size = size
         self._token = token
@@ -46,6 +49,7 @@ class FeedService:
         self._window: Window | None = None
         self._welcome: feed_pb2.Welcome | None = None
         self._failure: str | None = None
+        self._mismatch: str | None = None
         self._conversations: dict[int, _Conversation] = {}
 
     def start(self, host: str, port: int) -> tuple[grpc.Server, int]:
@@ -80,7 +84,16 @@ class FeedService:
         """The pipeline is built: ranks are let in."""
         with self._state:
             self._window, self._welcome = window, welcome
+            if self._mismatch is not None:
+                window.refuse(self._mismatch)
             self._state.notify_all()
+
+    def _refuse_all(self, message: str) -> None:
+        """The ranks don't fit together: all that are here, or come, are told."""
+        with self._state:
+            self._mismatch = self._mismatch or message
+            if self._window is not None:
+                self._window.refuse(message)
 
     def failed(self, message: str) -> None:
         """The pipeline can't be built: every rank that comes is told."""
@@ -102,7 +115,9 @@ class FeedService:
             return
         difference = self._difference(json.loads(proof.options))
         if difference:
-            yield _failure(feed_pb2.Failure.RANKS, f"rank {rank} built this feed otherwise: {difference}")
+            message = f"rank {rank} built this feed otherwise: {difference}"
+            self._refuse_all(message)
+            yield _failure(feed_pb2.Failure.RANKS, message)
             return
         with self._state:
             while self._window is None and self._failure is None and context.is_active():
@@ -122,14 +137,13 @@ class FeedService:
             try:
                 window.attend(rank, wire.position_of(proof.acknowledged), segment)
             except BindError as error:
-                yield _failure(feed_pb2.Failure.RANKS, str(error))
-                return
+                window.refuse(str(error))
             self._conversations[rank] = conversation
         reply = feed_pb2.Welcome()
         reply.CopyFrom(welcome)
         reply.segment.CopyFrom(wire.segment_message(window.segment))
-        yield feed_pb2.ProducerMessage(welcome=reply)
         try:
+            yield feed_pb2.ProducerMessage(welcome=reply)
             yield from conversation.talk(requests)
         finally:
             conversation.end()
@@ -157,6 +171,7 @@ class FeedService:
         proof = next(requests).proof
         if not auth.proven(auth.prove(self._token, "rank", *conversation), proof.proof):
             text = f"rank {hello.rank} does not know this job's token (KERASFEED_TOKEN must be the same on all ranks)"
+            self._log(f"refused: {text}")
             yield _failure(feed_pb2.Failure.REFUSED, text)
             return hello.rank, None
         return hello.rank, proof
@@ -179,10 +194,12 @@ class _Conversation:
         self._context = context
         self._outbox: collections.deque[feed_pb2.ProducerMessage] = collections.deque()
         self._over = False
+        self._hearing = threading.Lock()
 
     def end(self) -> None:
-        """Lets both threads come to an end."""
-        self._over = True
+        """Lets both threads come to an end. What the rank said is heard until now, and no more."""
+        with self._hearing:
+            self._over = True
         self._window.wake(self._rank)
 
     def talk(self, requests: Iterator[feed_pb2.RankMessage]) -> Iterator[feed_pb2.ProducerMessage]:
@@ -214,9 +231,10 @@ class _Conversation:
     def _listen(self, requests: Iterator[feed_pb2.RankMessage]) -> None:
         try:
             for message in requests:
-                if self._over:
-                    return
-                self._hear(message)
+                with self._hearing:
+                    if self._over:
+                        return
+                    self._hear(message)
         except grpc.RpcError:
             pass
         except Exception as error:  # gRPC raises bare exceptions when the stream breaks
@@ -240,6 +258,7 @@ class _Conversation:
                 read.credit_bytes,
                 read.last_epoch,
                 wire.position_of(read.left) if read.HasField("left") else None,
+                read.direct,
             )
         elif kind == "progress":
             p = message.progress
@@ -263,7 +282,7 @@ class _Conversation:
                 bind.steps_per_epoch or None,
             )
         except BindError as error:
-            self._reply(_failure(feed_pb2.Failure.RANKS, str(error)))
+            self._window.refuse(str(error))
             return
         bound = feed_pb2.Bound(
             binding=bind.binding, segment=wire.segment_message(segment), position=wire.position_message(position)
@@ -288,6 +307,8 @@ def status_message(window: Window, rank: int) -> feed_pb2.Status:
 
 
 def _failure(kind: Any, message: str) -> feed_pb2.ProducerMessage:
+    if len(message) > _MAX_MESSAGE:
+        message = f"{message[: _MAX_MESSAGE // 2]}\n[...]\n{message[-_MAX_MESSAGE // 2 :]}"
     return feed_pb2.ProducerMessage(failure=feed_pb2.Failure(kind=kind, message=message))
 
 

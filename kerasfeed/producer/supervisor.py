@@ -79,6 +79,7 @@ class Supervisor:
         self._port: int | None = None
         self._failure: str | None = None
         self._complete = False
+        self._build_failed = False
         self._statistics: bytes | None = None
         self._counts = {count[0]: count for count in launch.counts}
         self._pass_lengths = dict(launch.pass_lengths)
@@ -98,11 +99,17 @@ class Supervisor:
         _alive.add(self)
         self._thread.start()
         deadline = time.monotonic() + _PORT_SECONDS
-        with self._news:
-            while self._port is None and self._failure is None:
-                if not self._news.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
-                    self._failure = f"the producer of feed {self._name!r} does not listen after {_PORT_SECONDS:.0f} s"
-            failure = self._failure if self._port is None else None
+        try:
+            with self._news:
+                while self._port is None and self._failure is None:
+                    if not self._news.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
+                        self._failure = (
+                            f"the producer of feed {self._name!r} does not listen after {_PORT_SECONDS:.0f} s"
+                        )
+                failure = self._failure if self._port is None else None
+        except BaseException:
+            self.stop()
+            raise
         if failure is not None:
             self.stop()
             raise ProducerError(failure)
@@ -117,6 +124,11 @@ class Supervisor:
         """The producer's process id, or `None` if none runs."""
         child = self._child
         return child.pid if child is not None and child.returncode is None else None
+
+    @property
+    def build_failed(self) -> bool:
+        """Whether the producer lives only to say that its pipeline can't be built."""
+        return self._build_failed
 
     @property
     def statistics(self) -> bytes | None:
@@ -198,6 +210,7 @@ class Supervisor:
         try:
             with self._news:
                 if self._stopping:
+                    os.close(control_read)
                     return False
                 child = self._child = subprocess.Popen(
                     [sys.executable, "-m", "kerasfeed.producer"],
@@ -233,14 +246,17 @@ class Supervisor:
         # It may die, or be stopped, before it has read: what follows finds out.
         with contextlib.suppress(BrokenPipeError, ValueError):
             launch.write_to(child.stdin)
-        self._follow(control_read, child.pid)
-        # Reap only after the group is killed: until then the id can't be anyone else's.
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        _kill_group(child.pid)
-        child.wait()
-        _close_quietly(child.stdin)
-        for relay in relays:
-            relay.join(5.0)
+        try:
+            self._follow(control_read, child.pid)
+            # Reap only after the group is killed: until then the id can't be anyone else's.
+            with contextlib.suppress(ChildProcessError):
+                os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        finally:
+            _kill_group(child.pid)
+            child.wait()
+            _close_quietly(child.stdin)
+            for relay in relays:
+                relay.join(5.0)
         with self._news:
             if self._stopping or self._failure is not None or child.returncode == 0:
                 return False
@@ -250,20 +266,24 @@ class Supervisor:
     def _follow(self, control: int, pid: int) -> None:
         """Hears the child's news until the child is dead; the pipe may outlive it, in processes that it forked."""
         pidfd = os.pidfd_open(pid)
-        pending, dead = b"", False
+        pending, dead, ended = b"", False, False
         try:
             os.set_blocking(control, False)
+            news = select.poll()
+            news.register(control, select.POLLIN)
+            news.register(pidfd, select.POLLIN)
             while not dead:
-                readable, _, _ = select.select([control, pidfd], [], [])
-                dead = pidfd in readable
+                dead = any(fd == pidfd for fd, _ in news.poll())
+                if ended:
+                    continue
                 try:
                     while piece := os.read(control, 1 << 16):
                         *lines, pending = (pending + piece).split(b"\n")
                         for line in lines:
                             self._hear(json.loads(line))
-                    if not dead:
-                        select.select([pidfd], [], [])
-                        dead = True
+                    # Its end of the pipe is closed: only its death is left to wait for.
+                    news.unregister(control)
+                    ended = True
                 except BlockingIOError:
                     pass
         finally:
@@ -291,6 +311,9 @@ class Supervisor:
             self._counts[news["epoch"][0]] = news["epoch"]
         elif "complete" in news:
             self._complete = True
+        elif "failed" in news:
+            self._build_failed = True
+            self._gave_up(f"feed {self._name!r}: {news['failed']}")
         elif "statistics" in news:
             self._statistics = bytes.fromhex(news["statistics"])
 

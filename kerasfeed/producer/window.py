@@ -120,6 +120,8 @@ class _Rank:
     at_end: bool = False
     waiting: bool = False
     told_failure: bool = False
+    direct: bool = False
+    finished: int = -1
     credit_steps: int = 1
     credit_bytes: int = 1
     inflight: collections.deque[tuple[Position, int]] = dataclasses.field(default_factory=collections.deque)
@@ -156,6 +158,7 @@ class Window:
         pass_ended: Called with (pass, elements) whenever the end of a pass over the dataset was met.
         epoch_ended: Called with (epoch, count) whenever an epoch's end was produced.
         counts: What is known already of earlier epochs, from a producer before this one.
+        pass_lengths: Elements of the passes that ended under producers before this one.
         clock: Monotonic seconds; a test may replace it.
     """
 
@@ -173,6 +176,7 @@ class Window:
         pass_ended: Callable[[int, int], None] = lambda pass_, elements: None,
         epoch_ended: Callable[[int, EpochCount], None] = lambda epoch, count: None,
         counts: dict[int, EpochCount] | None = None,
+        pass_lengths: dict[int, int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._size = size
@@ -198,8 +202,9 @@ class Window:
         self._partial: list[EncodedElement] = []
         self._ends: dict[int, int] = {}
         self._cuts: dict[int, _Cut] = {}
+        self._left: dict[int, _Cut] = {}
         self._counts: dict[int, EpochCount] = dict(counts or {})
-        self._pass_lengths: dict[int, int] = {}
+        self._pass_lengths = dict(pass_lengths or {})
         self._failure: Failure | None = None
         self._generation = 0
         self._seek_pending = False
@@ -310,8 +315,13 @@ class Window:
 
     def _start_where_ranks_are(self) -> None:
         readers = [r for r in self._ranks.values() if r.reader is not None and not r.left]
-        if readers and len(self._ranks) == self._size:
-            self._go_to(min(r.next for r in readers))
+        if readers and len(self._ranks) == self._size and self._failure is None:
+            start = min(r.next for r in readers)
+            if start.epoch < self._segment.first_epoch:
+                what = f"the producer died while ranks began a fit: one asks for {start}, which lies before it"
+                self._fail(FailureKind.RANKS, f"{what} and can't be produced again")
+            else:
+                self._go_to(start)
 
     def _go_to(self, position: Position) -> None:
         """Lets the pump produce from `position` on. Steps before it stay, for ranks that have yet to get them."""
@@ -429,6 +439,7 @@ class Window:
         credit_bytes: int,
         last_epoch: int = NO_LAST_EPOCH,
         left: Position | None = None,
+        direct: bool = False,
     ) -> None:
         """A rank asks for the steps from `position` on; what it asked for earlier is void.
 
@@ -441,10 +452,13 @@ class Window:
             credit_bytes: Most bytes to send it ahead of what it has pulled; one step is always sent.
             last_epoch: The first epoch that its `fit` will not run, or `NO_LAST_EPOCH`.
             left: Where it left an epoch before its end, for the one that it asks for now.
+            direct: Whether what it pulls is what its user gets, so that ranks must leave epochs at the same step.
         """
         with self._lock:
             state = self._ranks[rank]
-            state.last_epoch = last_epoch
+            state.last_epoch, state.direct = last_epoch, direct
+            if left is not None and direct:
+                self._check_left(rank, left, position)
             state.reader, state.next, state.pulled = reader, position, position
             state.told_failure = False
             state.through_epochs, state.at_end, state.waiting = through_epochs, False, False
@@ -611,6 +625,12 @@ class Window:
         if end is not None and position.step >= end:
             state.next = Position(position.epoch + 1, 0)
             state.at_end = not state.through_epochs
+            if state.direct:
+                state.finished = position.epoch
+                cut = self._left.get(position.epoch)
+                if cut is not None and cut.rank != rank and cut.left_at.step < end:
+                    self._fail_apart(cut, rank, f"finished epoch {position.epoch}, of {_count(end, 'step')}")
+                    return self._take(rank)
             return EpochEnd(state.reader, position.epoch, end)
         step = self._steps.get(position)
         if step is None:
@@ -625,20 +645,31 @@ class Window:
         state.stuck_since, state.waiting = None, False
         return Delivery(state.reader, position, element)
 
+    def _check_left(self, rank: int, left: Position, went_to: Position) -> None:
+        """Fails if another rank has trained more of the epoch that this one left: they are no longer in step."""
+        cut = self._left.setdefault(left.epoch, _Cut(rank, left, went_to))
+        for other, state in self._ranks.items():
+            end = self._ends.get(left.epoch)
+            if other != rank and state.direct and state.finished == left.epoch and end is not None and left.step < end:
+                self._fail_apart(cut, other, f"finished epoch {left.epoch}, of {_count(end, 'step')}")
+
+    def _fail_apart(self, cut: _Cut, rank: int, what: str) -> None:
+        self._fail(
+            FailureKind.RANKS,
+            f"the ranks iterate over different epochs: rank {cut.rank} left epoch {cut.left_at.epoch} at step "
+            f"{cut.left_at.step} and went on to {cut.went_to}, but rank {rank} {what}. "
+            "All ranks must pull the same number of iterators; with model.fit, FeedCallback takes care of it",
+        )
+
     def _check_cut(self, rank: int, state: _Rank) -> None:
         cut = self._cuts.get(state.next.epoch)
-        if cut is None or (self._head is not None and self._head <= state.next):
+        if cut is None or not state.waiting or (self._head is not None and self._head <= state.next):
             return
         now = self._clock()
         if state.stuck_since is None:
             state.stuck_since = now
         if now - state.stuck_since >= self._cut_grace:
-            self._fail(
-                FailureKind.RANKS,
-                f"the ranks iterate over different epochs: rank {cut.rank} left epoch {state.next.epoch} at step "
-                f"{cut.left_at.step} and went on to {cut.went_to}, but rank {rank} still asks for {state.next}. "
-                "All ranks must pull the same number of iterators; with model.fit, FeedCallback takes care of it",
-            )
+            self._fail_apart(cut, rank, f"still asks for {state.next}")
 
     def _check_ranks(self) -> None:
         now = self._clock()
@@ -661,6 +692,11 @@ class Window:
         return [rank for rank in range(self._size) if rank not in self._ranks]
 
     # ---- Life and news ----
+
+    def refuse(self, message: str) -> None:
+        """The ranks don't fit together: every rank is told at once."""
+        with self._lock:
+            self._fail(FailureKind.RANKS, message)
 
     def abandon(self, message: str) -> None:
         """Nothing can be produced at all: every rank is told at once."""

@@ -51,13 +51,14 @@ class Proof(_message.Message):
     def __init__(self, proof: _Optional[bytes] = ..., options: _Optional[str] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., acknowledged: _Optional[_Union[Position, _Mapping]] = ...) -> None: ...
 
 class Read(_message.Message):
-    __slots__ = ("reader", "position", "through_epochs", "credit_steps", "credit_bytes", "left", "last_epoch")
+    __slots__ = ("reader", "position", "through_epochs", "credit_steps", "credit_bytes", "left", "direct", "last_epoch")
     READER_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     THROUGH_EPOCHS_FIELD_NUMBER: _ClassVar[int]
     CREDIT_STEPS_FIELD_NUMBER: _ClassVar[int]
     CREDIT_BYTES_FIELD_NUMBER: _ClassVar[int]
     LEFT_FIELD_NUMBER: _ClassVar[int]
+    DIRECT_FIELD_NUMBER: _ClassVar[int]
     LAST_EPOCH_FIELD_NUMBER: _ClassVar[int]
     reader: int
     position: Position
@@ -65,8 +66,9 @@ class Read(_message.Message):
     credit_steps: int
     credit_bytes: int
     left: Position
+    direct: bool
     last_epoch: int
-    def __init__(self, reader: _Optional[int] = ..., position: _Optional[_Union[Position, _Mapping]] = ..., through_epochs: bool = ..., credit_steps: _Optional[int] = ..., credit_bytes: _Optional[int] = ..., left: _Optional[_Union[Position, _Mapping]] = ..., last_epoch: _Optional[int] = ...) -> None: ...
+    def __init__(self, reader: _Optional[int] = ..., position: _Optional[_Union[Position, _Mapping]] = ..., through_epochs: bool = ..., credit_steps: _Optional[int] = ..., credit_bytes: _Optional[int] = ..., left: _Optional[_Union[Position, _Mapping]] = ..., direct: bool = ..., last_epoch: _Optional[int] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("reader", "pulled", "acknowledged", "trained", "waiting")

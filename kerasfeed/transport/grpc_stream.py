@@ -80,11 +80,23 @@ _Item = Step | End | FeedError
 class _Reader:
     """One read: where it stands, and what has arrived for it."""
 
-    def __init__(self, number: int, position: Position, through_epochs: bool, last_epoch: int):
+    def __init__(
+        self,
+        number: int,
+        position: Position,
+        through_epochs: bool,
+        last_epoch: int,
+        left: Position | None,
+        direct: bool,
+    ):
         self.number = number
         self.next = position
         self.through_epochs = through_epochs
         self.last_epoch = last_epoch
+        # Said until an answer shows that the producer has heard it.
+        self.left = left
+        self.direct = direct
+        self.waiting = False
         self.items: collections.deque[_Item] = collections.deque()
         self.block: np.ndarray[Any, np.dtype[np.uint8]] | None = None
         self.components: list[spec.Component] = []
@@ -127,6 +139,9 @@ class Connection:
         self._statuses = 0
         self._error: FeedError | None = None
         self._closed = False
+        self._left = False
+        self._leave_error = ""
+        self._leave_deadline = 0.0
         self._seen = 0.0
         self._doing = "to start"
         self._thread = threading.Thread(target=self._run, name=f"kerasfeed-receive-{identity.feed}", daemon=True)
@@ -144,7 +159,14 @@ class Connection:
         assert self._elements is not None
         return self._elements
 
-    def read(self, position: Position, through_epochs: bool, last_epoch: int, left: Position | None = None) -> None:
+    def read(
+        self,
+        position: Position,
+        through_epochs: bool,
+        last_epoch: int,
+        left: Position | None = None,
+        direct: bool = False,
+    ) -> None:
         """Asks for the steps from `position` on. What an earlier read has in flight is dropped.
 
         Args:
@@ -152,11 +174,12 @@ class Connection:
             through_epochs: Whether to read on after the epoch's end.
             last_epoch: The first epoch that `fit` will not run, or `NO_LAST_EPOCH`.
             left: Where this rank left an epoch before its end, if it goes on with a later one.
+            direct: Whether what is pulled is what the user gets.
         """
         with self._changed:
             self._readers += 1
-            self._reader = _Reader(self._readers, position, through_epochs, last_epoch)
-            self._send_read(left)
+            self._reader = _Reader(self._readers, position, through_epochs, last_epoch, left, direct)
+            self._send_read()
 
     def next(self, cancelled: Callable[[], None]) -> Step | End:
         """Waits for the next item of the present read.
@@ -168,16 +191,16 @@ class Connection:
             FeedError: There will be no next item; the message says why.
         """
         reader = self._reader
-        assert reader is not None
-        told = False
+        if reader is None:
+            raise FeedClosedError(f"feed {self._identity.feed!r} was closed while an iterator was in use")
 
         def arrived() -> _Item | None:
-            nonlocal told
             cancelled()
             if reader.items:
+                reader.waiting = False
                 return reader.items.popleft()
-            if not told:
-                told = True
+            if not reader.waiting:
+                reader.waiting = True
                 self._send_progress(waiting=True)
             return None
 
@@ -241,20 +264,33 @@ class Connection:
         with self._changed:
             if self._closed:
                 return
-            self._send_progress(waiting=False, all_epochs=True)
-            self._send(leave=feed_pb2.Leave(error=error))
-            self._closed = True
-            outgoing = self._outgoing
+            self._closed, self._leave_error = True, error
+            self._leave_deadline = time.monotonic() + _LEAVE_SECONDS
+            if self._outgoing is not None:
+                self._take_leave(self._outgoing)
             self._changed.notify_all()
-        if outgoing is not None:
-            # The end of the requests is sent after all of them: the producer then ends the stream.
-            outgoing.put(None)
+        if self._thread is threading.current_thread():
+            return
+        if self._welcome is not None:
             self._thread.join(_LEAVE_SECONDS)
-        call = self._call
-        if self._thread.is_alive() and call is not None:
-            call.cancel()
-        if self._thread is not threading.current_thread():
-            self._thread.join(_LEAVE_SECONDS)
+        # Whoever was not let in yet, or can't reach the producer, hangs up.
+        while self._thread.is_alive():
+            call = self._call
+            if call is not None:
+                call.cancel()
+            self._thread.join(_POLL_SECONDS)
+
+    @property
+    def left(self) -> bool:
+        """Whether the producer was told that this rank has left."""
+        return self._left
+
+    def _take_leave(self, outgoing: queue.SimpleQueue[Any]) -> None:
+        self._send_progress(waiting=False, all_epochs=True)
+        self._send(leave=feed_pb2.Leave(error=self._leave_error))
+        self._left = True
+        # The end of the requests is sent after all of them: the producer then ends the stream.
+        outgoing.put(None)
 
     # ---- Waiting ----
 
@@ -296,18 +332,19 @@ class Connection:
         if self._outgoing is not None:
             self._outgoing.put(feed_pb2.RankMessage(**kind))
 
-    def _send_read(self, left: Position | None = None) -> None:
+    def _send_read(self) -> None:
         reader = self._reader
         if reader is not None and self._welcome is not None:
             self._send(
                 read=feed_pb2.Read(
-                    left=wire.position_message(left) if left is not None else None,
+                    left=wire.position_message(reader.left) if reader.left is not None else None,
                     reader=reader.number,
                     position=wire.position_message(reader.next),
                     through_epochs=reader.through_epochs,
-                    credit_steps=self._identity.credit_steps,
+                    credit_steps=max(1, self._identity.credit_steps - len(reader.items)),
                     credit_bytes=_CREDIT_BYTES,
                     last_epoch=reader.last_epoch,
+                    direct=reader.direct,
                 )
             )
 
@@ -322,7 +359,10 @@ class Connection:
         pulled = Position(0, 0)
         if reader is not None:
             first = reader.items[0] if reader.items else None
-            pulled = first.position if isinstance(first, Step) else reader.next
+            if isinstance(first, Step):
+                pulled = first.position
+            else:
+                pulled = Position(first.epoch, first.steps) if isinstance(first, End) else reader.next
         self._send(
             progress=feed_pb2.Progress(
                 reader=reader.number if reader is not None else 0,
@@ -336,22 +376,29 @@ class Connection:
     # ---- The receiver's thread ----
 
     def _run(self) -> None:
+        try:
+            self._receive()
+        except Exception as error:
+            self._fail(FeedError(f"feed {self._identity.feed!r}: {type(error).__name__}: {error}"))
+
+    def _receive(self) -> None:
         began = time.monotonic()
-        while not self._closed:
+        while not self._closed or self._must_take_leave():
             try:
-                address = self._locate()
+                address, trouble = self._locate(), ""
             except ProducerError as error:
                 self._fail(error)
                 return
             except FeedError as error:
-                self._doing, address = str(error), None
+                address, trouble = None, f" ({error})"
             if address is None:
-                self._doing = f"rank {self._identity.producer_rank} to start the producer"
+                self._doing = f"rank {self._identity.producer_rank} to start the producer{trouble}"
                 if time.monotonic() - began >= self._start_timeout:
                     self._fail(
                         RankError(
                             f"feed {self._identity.feed!r}: rank {self._identity.producer_rank} has not started the "
-                            f"producer within {self._start_timeout:g} s. All ranks must build and use the same feeders"
+                            f"producer within {self._start_timeout:g} s{trouble}. "
+                            "All ranks must build and use the same feeders"
                         )
                     )
                     return
@@ -377,6 +424,10 @@ class Connection:
                 )
                 return
             self._pause(_RETRY_SECONDS)
+
+    def _must_take_leave(self) -> bool:
+        """Whether the producer knows this rank, which was closed while the connection was down."""
+        return self._welcome is not None and not self._left and time.monotonic() < self._leave_deadline
 
     def _pause(self, seconds: float) -> None:
         with self._changed:
@@ -405,6 +456,8 @@ class Connection:
                     self._seen = time.monotonic()
                     self._hear(message, outgoing)
             finally:
+                # How long the producer can't be reached counts from here, however long it had nothing to say.
+                self._seen = time.monotonic() if self._doing == "" else self._seen
                 with self._changed:
                     self._outgoing = None
                     self._call = None
@@ -452,6 +505,7 @@ class Connection:
                 reader = self._reader
                 if reader is not None and reader.number == message.end.reader:
                     reader.items.append(End(message.end.epoch, message.end.steps))
+                    reader.left = None
                     reader.next = Position(message.end.epoch + 1, 0)
             elif kind == "bound":
                 if self._bind is not None and message.bound.binding == self._bind.binding:
@@ -482,7 +536,9 @@ class Connection:
         if self._reader is not None:
             self._reader.block = None
             self._send_read()
-        self._send_progress(waiting=False, all_epochs=True)
+        self._send_progress(waiting=self._reader is not None and self._reader.waiting, all_epochs=True)
+        if self._closed and not self._left:
+            self._take_leave(outgoing)
 
     def _take_chunk(self, chunk: feed_pb2.Chunk) -> None:
         reader = self._reader
@@ -507,6 +563,7 @@ class Connection:
             except ValueError as error:
                 raise FeedError(f"feed {self._identity.feed!r}: {position} does not fit its spec: {error}") from error
             reader.items.append(Step(position, value))
+            reader.left = None
             reader.block = None
             reader.next = Position(position.epoch, position.step + 1)
 

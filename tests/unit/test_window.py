@@ -933,6 +933,8 @@ def broken_off(**options):
 def test_ranks_in_different_epochs_are_both_named():
     feed, early, late = broken_off()
     assert late.failure is None
+    feed.window.progress(1, late.readers, late.pulled, late.acknowledged, {}, waiting=True)
+    late.receive()
     feed.clock.now += 11.0
     late.receive()  # the wait in which the time is up
     assert late.receive()

@@ -139,16 +139,24 @@ endef
 .PHONY: test
 test: $(TEST_ENVS:%=env-%) ## all tests in all environments, then lint; runs on after a failure
 	@$(lint_function)
-	failed=()
+	failed=() jobs=()
+	mkdir -p .build
+	trap 'kill "$${jobs[@]}" 2>/dev/null || true' EXIT
+	# Side by side: much of a run is waiting for processes to start. The first one's output is shown as it comes.
 	for env in $(TEST_ENVS); do
-	  echo "== pytest in $$env"
 	  options=()
 	  # No project settings, no conftest.py from above: those are for environments with TensorFlow and the plug-ins.
 	  if [ "$$env" = protobuf7 ]; then
 	    options=(-c /dev/null --rootdir . --confcutdir tests/protobuf7 -p no:cacheprovider tests/protobuf7)
 	  fi
-	  PATH="$$PWD/.venvs/$$env/bin:$$PATH" $(NO_MAKE) .venvs/$$env/bin/python -m pytest "$${options[@]}" $(ARGS) ||
-	    failed+=("$$env")
+	  PATH="$$PWD/.venvs/$$env/bin:$$PATH" $(NO_MAKE) .venvs/$$env/bin/python -m pytest "$${options[@]}" $(ARGS) \
+	    >".build/pytest-$$env.log" 2>&1 </dev/null & jobs+=($$!)
+	done
+	for env in $(TEST_ENVS); do
+	  echo "== pytest in $$env"
+	  tail -n +1 -f --pid="$${jobs[0]}" ".build/pytest-$$env.log"
+	  wait "$${jobs[0]}" || failed+=("$$env")
+	  jobs=("$${jobs[@]:1}")
 	done
 	$(if $(ENV)$(ARGS),,echo "== lint"; lint || failed+=(lint))
 	if (($${#failed[@]})); then echo "make test: failed: $${failed[*]}" >&2; exit 1; fi

@@ -408,7 +408,8 @@ class Session:
         with self._lock:
             self.cursor.begin_epoch()
             start = self.cursor.acknowledged
-            if self.cursor.through_epochs or start.step == 0 or self.cursor.steps_in(start.epoch) is not None:
+            may_be_over = start.step > 0 or start.epoch == self.cursor.irregular_epoch
+            if self.cursor.through_epochs or not may_be_over or self.cursor.steps_in(start.epoch) is not None:
                 return start
             connection.read(start, False, self._last_epoch)
         item = connection.peek()

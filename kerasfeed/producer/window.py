@@ -159,6 +159,7 @@ class Window:
         epoch_ended: Called with (epoch, count) whenever an epoch's end was produced.
         counts: What is known already of earlier epochs, from a producer before this one.
         pass_lengths: Elements of the passes that ended under producers before this one.
+        cardinality: Elements in a pass, as the dataset says; negative if it does not.
         clock: Monotonic seconds; a test may replace it.
     """
 
@@ -177,6 +178,7 @@ class Window:
         epoch_ended: Callable[[int, EpochCount], None] = lambda epoch, count: None,
         counts: dict[int, EpochCount] | None = None,
         pass_lengths: dict[int, int] | None = None,
+        cardinality: int = -2,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._size = size
@@ -205,6 +207,7 @@ class Window:
         self._left: dict[int, _Cut] = {}
         self._counts: dict[int, EpochCount] = dict(counts or {})
         self._pass_lengths = dict(pass_lengths or {})
+        self._cardinality = cardinality
         self._failure: Failure | None = None
         self._generation = 0
         self._seek_pending = False
@@ -551,8 +554,9 @@ class Window:
             return current, position
         start = position if position.step == 0 else Position(position.epoch + 1, 0)
         pass_, element = current.locate(position, self._size)
-        while element and element >= self._pass_lengths.get(pass_, element + 1):
-            element -= self._pass_lengths[pass_]
+        claimed = self._cardinality if self._cardinality > 0 else element + 1
+        while element and element >= (length := self._pass_lengths.get(pass_, claimed)):
+            element -= length
             pass_ += 1
         return Segment(start.epoch, pass_, element, steps), start
 

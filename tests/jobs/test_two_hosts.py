@@ -1,0 +1,65 @@
+"""Ranks on two hosts, played by two network namespaces with a cable (veth) between them."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+from horovod_job import BIN, SCRIPTS, Job
+
+ADDRESSES = ("10.213.7.1", "10.213.7.2")
+TOKEN = "what both of the hosts know"
+
+
+def run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[str]]:
+    """Two namespaces; yields the names of the interfaces between them."""
+    if shutil.which("ip") is None:
+        pytest.skip("needs the program ip (iproute2), which is not in PATH")
+    names = [f"kf{os.getpid()}{side}" for side in "ab"]
+    try:
+        try:
+            for name in names:
+                run("ip", "netns", "add", name)
+            run("ip", "link", "add", names[0], "netns", names[0], "type", "veth", "peer", names[1], "netns", names[1])
+            for name, address in zip(names, ADDRESSES, strict=True):
+                run("ip", "-n", name, "address", "add", f"{address}/24", "dev", name)
+                run("ip", "-n", name, "link", "set", name, "up")
+                run("ip", "-n", name, "link", "set", "lo", "up")
+        except OSError as error:
+            pytest.skip(f"this kernel, or this user, can't have network namespaces: {error}")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(("ip", "netns", "delete", name), capture_output=True, check=False)
+
+
+@pytest.mark.parametrize("producer", [0, 1])
+def test_producer_listens_on_the_interface_between_the_hosts(
+    hosts: list[str], tmp_path: pathlib.Path, producer: int
+) -> None:
+    script = [str(BIN / "python"), str(SCRIPTS / "two_hosts.py"), str(producer)]
+    commands = [["ip", "netns", "exec", host, *script] for host in hosts]
+    common = {"KERASFEED_TEST_SIZE": "2", "KERASFEED_TOKEN": TOKEN}
+    env = [{**common, "KERASFEED_TEST_RANK": str(rank), "HOROVOD_GLOO_IFACE": host} for rank, host in enumerate(hosts)]
+    job = Job(commands, tmp_path, env)
+    try:
+        job.succeed()
+    finally:
+        job.end()
+    (host,), (listens,) = job.reports("host"), job.reports("listens")
+    assert host["address"] == ADDRESSES[0]
+    assert listens["rank"] == producer
+    assert [address.removeprefix("::ffff:") for address in listens["addresses"]] == [ADDRESSES[producer]]
+    for rank, report in enumerate(job.by_rank("stream", 2)):
+        assert report["elements"] == list(range(rank, 100, 2))

@@ -242,6 +242,7 @@ class Session:
                 module_path=_module_path(),
                 control_fd=-1,
                 progress_fd=-1,
+                scratch="",
                 restarted=False,
                 counts=self._supervisor.counts if self._supervisor is not None else [],
                 pass_lengths=self._supervisor.pass_lengths if self._supervisor is not None else {},

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import importlib
 import json
 import linecache
 import mmap
 import os
 import select
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 import types
@@ -30,15 +33,17 @@ _FAREWELL_SECONDS = 2.0
 _REFUSED_CODE = 3
 
 
-def _watch_lifeline(fd: int, parent: int) -> None:
+def _watch_lifeline(fd: int, parent: int, scratch: str) -> None:
     while True:
         readable, _, _ = select.select([fd], [], [], _PARENT_POLL_SECONDS)
         if (readable and not os.read(fd, 1)) or os.getppid() != parent:
-            # Temporary files go (AutoGraph's, and what the user's code cleans up), but not at the price of living on.
+            # What the user's code cleans up goes with it, but not at the price of living on.
             killer = threading.Timer(_ORPHAN_SECONDS, _end)
             killer.daemon = True
             killer.start()
             atexit._run_exitfuncs()
+            # The supervisor would remove it, but it may be dead.
+            shutil.rmtree(scratch, ignore_errors=True)
             _end()
 
 
@@ -74,7 +79,7 @@ def main() -> None:
     for fd in (launch.control_fd, launch.progress_fd):
         os.set_inheritable(fd, False)
     threading.Thread(
-        target=_watch_lifeline, args=(lifeline, launch.parent), name="kerasfeed-lifeline", daemon=True
+        target=_watch_lifeline, args=(lifeline, launch.parent, launch.scratch), name="kerasfeed-lifeline", daemon=True
     ).start()
     control = os.fdopen(launch.control_fd, "w", buffering=1)
 
@@ -124,6 +129,15 @@ def _stand_in_for_script(script: str, sources: dict[str, str]) -> None:
         linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
 
 
+def _keep_generated_code_in(folder: str) -> None:
+    """Lets AutoGraph write its files where they go away even if this process can't remove them."""
+    from tensorflow.python.autograph.pyct import loader
+
+    if hasattr(loader, "tempfile"):
+        make = functools.partial(tempfile.NamedTemporaryFile, dir=folder)
+        loader.tempfile = types.SimpleNamespace(NamedTemporaryFile=make)
+
+
 def _serve(
     launch: Any, options: Any, service: Any, report: Any, progress: mmap.mmap, take_leave: Callable[[Any], None]
 ) -> None:
@@ -139,6 +153,7 @@ def _serve(
         from kerasfeed.producer.window import EpochCount, Window
         from kerasfeed.proto import feed_pb2
 
+        _keep_generated_code_in(launch.scratch)
         if options.deterministic:
             tf.config.experimental.enable_op_determinism()
         if launch.payload_kind == "function":

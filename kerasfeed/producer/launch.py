@@ -43,6 +43,7 @@ class Launch:
         control_fd: Where the producer reports, a JSON line each: the pipe's writing end.
         progress_fd: Shared memory in which it notes the furthest (pass, element), so that its supervisor knows it
             after a `kill -9`.
+        scratch: Folder for temporary files, which goes with the supervisor.
         restarted: Whether a producer of this feed has died before.
         counts: What is known of earlier epochs: (epoch, elements, steps, dropped).
         pass_lengths: Elements of the passes that ended before, by their number (JSON has text keys only).
@@ -64,6 +65,7 @@ class Launch:
     module_path: list[str]
     control_fd: int
     progress_fd: int
+    scratch: str
     restarted: bool
     counts: list[list[int]]
     pass_lengths: dict[str, int]

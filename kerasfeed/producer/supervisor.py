@@ -14,9 +14,11 @@ import logging
 import mmap
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -188,8 +190,9 @@ class Supervisor:
         os.ftruncate(progress, PROGRESS.size)
         memory = mmap.mmap(progress, PROGRESS.size)
         PROGRESS.pack_into(memory, 0, -1, -1)
+        scratch = tempfile.mkdtemp(prefix="kerasfeed-")
         try:
-            while self._run_child(progress):
+            while self._run_child(progress, scratch):
                 self._note_death(PROGRESS.unpack_from(memory, 0))
                 if self._failure is not None:
                     self._gave_up(self._failure)
@@ -202,9 +205,10 @@ class Supervisor:
         finally:
             memory.close()
             os.close(progress)
+            shutil.rmtree(scratch, ignore_errors=True)
             _alive.discard(self)
 
-    def _run_child(self, progress: int) -> bool:
+    def _run_child(self, progress: int, scratch: str) -> bool:
         """Runs one child to its end. Returns whether another one is wanted."""
         control_read, control_write = os.pipe()
         try:
@@ -239,6 +243,7 @@ class Supervisor:
             parent=os.getpid(),
             control_fd=control_write,
             progress_fd=progress,
+            scratch=scratch,
             restarted=bool(self._deaths),
             counts=self.counts,
             pass_lengths=self.pass_lengths,

@@ -8,6 +8,7 @@ connection's; the connection never calls back into the session's lock.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import gc
 import os
@@ -33,7 +34,6 @@ from kerasfeed.transport.grpc_stream import Connection, End, Identity, Step
 
 _STATUS_SECONDS = 5.0
 _MAX_CREDIT_STEPS = 16
-_FAREWELL_SECONDS = 1.0
 _PORT_SECONDS = 10.0
 
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -197,8 +197,11 @@ class Session:
             token = rendezvous.job_token(topology)
             self._run += 1
             _open_sessions.add(self)
-            job = auth.job_mark(token)
-            meeting = rendezvous.Meeting(self._store, f"{self.name}.{self._ordinal}.{self._run}.{job}")
+            key = f"{self.name}.{self._ordinal}.{self._run}"
+            if topology.meeting_dir is not None:
+                # A folder may hold what an earlier job has left; a launcher's store is the job's own.
+                key += f".{auth.job_mark(token)}"
+            meeting = rendezvous.Meeting(self._store, key)
             if topology.rank == self.options.producer_rank:
                 self._supervisor = self._start_producer(meeting, token, topology)
             self._meeting = meeting
@@ -293,7 +296,7 @@ class Session:
         return self._cardinality
 
     def close(self, error: str = "") -> None:
-        """Leaves the producer, which ends when all ranks have left; at once if there was an error."""
+        """Leaves the producer, which ends when all ranks have left. An error fails them, too."""
         if os.getpid() != self.owner:
             return
         with self._lock:
@@ -307,13 +310,16 @@ class Session:
         supervisor = self._supervisor
         if supervisor is None:
             return
-        if error:
-            # Ranks that come later hear of it here; those that are there, from the producer before it is ended.
-            rank = self.topology().rank
-            self._meeting.publish_failure(f"feed {self.name!r}: rank {rank} left with an error: {error}")
-            supervisor.wait(_FAREWELL_SECONDS)
-        if error or supervisor.build_failed or (self.topology().size == 1 and not connection.left):
+        # The producer lives on for ranks that are slower: they get what is complete, and then the same error.
+        if supervisor.build_failed or (self.topology().size == 1 and not connection.left):
             supervisor.stop()
+
+    def tell_late_ranks(self, error: str) -> None:
+        """Lets ranks that look for the producer only now know why there is none."""
+        if self._supervisor is not None:
+            rank = self.topology().rank
+            with contextlib.suppress(FeedError):
+                self._meeting.publish_failure(f"feed {self.name!r}: rank {rank} has ended: {error}")
 
     # ---- Steps ----
 
@@ -501,7 +507,10 @@ def _end_all() -> None:
         session.close(error)
     if sessions:
         _drop_iterators()
-    end_all_producers(at_once=bool(error))
+    end_all_producers(failed=bool(error))
+    if error:
+        for session in sessions:
+            session.tell_late_ranks(error)
 
 
 def _drop_iterators() -> None:

@@ -33,7 +33,8 @@ class Topology:
         local_rank: Number of this process among those on its host. Defaults to `rank`.
         local_size: Number of ranks on this host. Defaults to `size`: all ranks on one host.
         meeting_dir: Folder that all ranks can read and write, by which ranks that Horovod does not connect learn where
-            the producer listens. Needed for `size > 1` without Horovod, together with `KERASFEED_TOKEN`.
+            the producer listens. Needed for `size > 1` without Horovod, together with `KERASFEED_TOKEN`. Jobs that
+            share a folder need different tokens.
 
     Raises:
         ValueError: A number is out of its range.

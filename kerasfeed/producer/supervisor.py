@@ -33,6 +33,7 @@ _RESTART_SECONDS = 0.2
 _PORT_SECONDS = 120.0
 _KEPT_LINES = 20
 _EXIT_SECONDS = 60.0
+_FAILED_EXIT_SECONDS = 5.0
 _EXIT_NOTICE_SECONDS = 10.0
 _HIDDEN_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 # A producer is no rank: with a launcher's variables it could join the job by mistake.
@@ -42,13 +43,10 @@ _LAUNCHER_PREFIXES = ("HOROVOD_", "OMPI_", "PMI_", "PMIX_")
 _alive: set[Supervisor] = set()
 
 
-def end_all_producers(at_once: bool) -> None:
-    """Ends the producers of this process, at its exit; `at_once`: without waiting for other ranks to leave them."""
+def end_all_producers(failed: bool) -> None:
+    """Ends the producers of this process, at its exit, when other ranks have left them; sooner if the script failed."""
     for supervisor in [s for s in list(_alive) if s.owner == os.getpid()]:
-        if at_once:
-            supervisor.stop()
-        else:
-            supervisor.end()
+        supervisor.end(_FAILED_EXIT_SECONDS if failed else _EXIT_SECONDS)
 
 
 def _environment(seed: int) -> dict[str, str]:
@@ -172,12 +170,12 @@ class Supervisor:
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(10.0)
 
-    def end(self) -> None:
-        """Waits, within limits, until all ranks that came have left, then ends the producer."""
+    def end(self, limit: float = _EXIT_SECONDS) -> None:
+        """Waits, for `limit` seconds at most, until all ranks that came have left, then ends the producer."""
         began = time.monotonic()
-        while self._complete and not self.wait(_EXIT_NOTICE_SECONDS):
+        while self._complete and not self.wait(min(limit, _EXIT_NOTICE_SECONDS)):
             waited = time.monotonic() - began
-            if waited >= _EXIT_SECONDS:
+            if waited >= limit:
                 _LOG.warning("feed %r: ended after %.0f s, although other ranks still use it", self._name, waited)
                 break
             _LOG.warning("feed %r: waits for the other ranks to leave it (%.0f s)", self._name, waited)

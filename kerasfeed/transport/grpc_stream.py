@@ -398,7 +398,8 @@ class Connection:
                         RankError(
                             f"feed {self._identity.feed!r}: rank {self._identity.producer_rank} has not started the "
                             f"producer within {self._start_timeout:g} s{trouble}. "
-                            "All ranks must build and use the same feeders"
+                            "All ranks must build and use the same feeders, "
+                            f"with the same {auth.TOKEN_VARIABLE}"
                         )
                     )
                     return

@@ -105,12 +105,12 @@ def test_producer_that_keeps_dying_is_given_up_on_every_rank(deaths: Job) -> Non
 
 
 def test_error_in_fit_is_the_feeds_own_and_cleans_up(failures: Job) -> None:
-    # Keras calls no hook after it. That nothing is left of the job was checked when it ended.
+    # Keras calls no hook after it. That nothing is left of the job was checked when it ended; until then the producer
+    # lives for the ranks that are slower.
     for report in told_to_all(failures, "error in fit"):
         assert report["steps"] == 18
         assert report["error"] == "ProducerError"
         assert "a broken label" in report["message"]
-        assert report["pid"] is None
     assert "kerasfeed.errors.ProducerError: feed 'fit'" in failures.output
 
 

@@ -401,7 +401,8 @@ class Session:
                 self.cursor.epoch_steps = self._cardinality
             # A pass that begins at another element than its first has fewer steps, but only the producer knows how
             # many.
-            self.cursor.irregular_epoch = segment.first_epoch if segment.origin_element else None
+            irregular = segment.steps_per_epoch is None and segment.origin_element > 0
+            self.cursor.irregular_epoch = segment.first_epoch if irregular else None
             self._statistics = {e: s for e, s in self._statistics.items() if e <= position.epoch}
             self._update()
         return position

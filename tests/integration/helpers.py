@@ -144,6 +144,8 @@ class Script:
                 cwd=folder,
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
                 start_new_session=True,
+                # A test run that a shell put into the background ignores SIGINT, and hands that on.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
     def __enter__(self) -> Script:

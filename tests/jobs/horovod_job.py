@@ -108,6 +108,8 @@ class Job:
                     cwd=folder,
                     env=job_environment(self.mark, folder, env[index] if env else {}),
                     start_new_session=True,
+                    # A test run that a shell put into the background ignores SIGINT, and hands that on.
+                    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
                 )
             self._starts.append(process)
 

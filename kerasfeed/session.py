@@ -103,7 +103,6 @@ class Session:
         self._binds = 0
         self._last_epoch = NO_LAST_EPOCH
         self._segment: Segment | None = None
-        self._bound_segment = False
         self.cursor = Cursor(options.name)
         self._snapshot: tuple[Segment | None, Position, dict[int, int]] = (None, Position(0, 0), self.cursor.trained)
         self._peeked: Position | None = None

@@ -248,6 +248,7 @@ class Session:
                 restarted=False,
                 counts=self._supervisor.counts if self._supervisor is not None else [],
                 pass_lengths=self._supervisor.pass_lengths if self._supervisor is not None else {},
+                left={},
                 payload=source.payload,
                 payload_kind=source.kind,
                 source_spec=source.spec,

@@ -184,6 +184,8 @@ def _serve(
         epoch_ended=lambda epoch, count: report(epoch=[epoch, count.elements, count.steps, count.dropped]),
         pass_lengths=lengths,
         cardinality=pipeline.cardinality,
+        left={int(rank): {int(e): n for e, n in trained.items()} for rank, trained in launch.left.items()},
+        rank_left=lambda rank, trained: report(left=rank, trained=trained),
         counts={e: EpochCount(elements, steps, dropped, True) for e, elements, steps, dropped in launch.counts},
     )
     if options.steps_per_epoch is not None:

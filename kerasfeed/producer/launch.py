@@ -47,6 +47,7 @@ class Launch:
         restarted: Whether a producer of this feed has died before.
         counts: What is known of earlier epochs: (epoch, elements, steps, dropped).
         pass_lengths: Elements of the passes that ended before, by their number (JSON has text keys only).
+        left: Ranks that have left, with the steps they trained, by epoch.
         payload: `dataset_fn`, pickled by value where it must be, or a dataset's graph.
         payload_kind: "function" or "graph".
         modules: Modules of functions that are pickled by value.
@@ -69,6 +70,7 @@ class Launch:
     restarted: bool
     counts: list[list[int]]
     pass_lengths: dict[str, int]
+    left: dict[str, dict[str, int]]
     payload: bytes
     payload_kind: str
     source_spec: str = ""

@@ -83,6 +83,7 @@ class Supervisor:
         self._statistics: bytes | None = None
         self._counts = {count[0]: count for count in launch.counts}
         self._pass_lengths = dict(launch.pass_lengths)
+        self._left: dict[str, dict[str, int]] = {}
         self._stopping = False
         self._child: subprocess.Popen[bytes] | None = None
         self._deaths: list[str] = []
@@ -245,6 +246,7 @@ class Supervisor:
             restarted=bool(self._deaths),
             counts=self.counts,
             pass_lengths=self.pass_lengths,
+            left=self._left,
         )
         # It may die, or be stopped, before it has read: what follows finds out.
         with contextlib.suppress(BrokenPipeError, ValueError):
@@ -307,6 +309,8 @@ class Supervisor:
             message = f"the producer of feed {self._name!r} {news['refused']}"
             self._give_up(message)
             self._gave_up(message)
+        elif "left" in news:
+            self._left[str(news["left"])] = news["trained"]
         elif "pass_length" in news:
             pass_, elements = news["pass_length"]
             self._pass_lengths[str(pass_)] = elements

@@ -160,6 +160,9 @@ class Window:
         counts: What is known already of earlier epochs, from a producer before this one.
         pass_lengths: Elements of the passes that ended under producers before this one.
         cardinality: Elements in a pass, as the dataset says; negative if it does not.
+        left: Ranks that left under producers before this one, with the steps they trained, by epoch: nobody waits for
+            them.
+        rank_left: Called with (rank, trained steps by epoch) when a rank leaves without an error.
         clock: Monotonic seconds; a test may replace it.
     """
 
@@ -179,6 +182,8 @@ class Window:
         counts: dict[int, EpochCount] | None = None,
         pass_lengths: dict[int, int] | None = None,
         cardinality: int = -2,
+        left: dict[int, dict[int, int]] | None = None,
+        rank_left: Callable[[int, dict[int, int]], None] = lambda rank, trained: None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._size = size
@@ -197,6 +202,9 @@ class Window:
         self._lock = threading.RLock()
         self._pump_woken = threading.Condition(self._lock)
         self._ranks: dict[int, _Rank] = {}
+        self._rank_left = rank_left
+        for rank, trained in (left or {}).items():
+            self._ranks[rank] = _Rank(threading.Condition(self._lock), left=True, trained=dict(trained))
         self._first_came: float | None = None
         self._steps: dict[Position, _Step] = {}
         self._bytes = 0
@@ -581,6 +589,8 @@ class Window:
             self._ranks[rank].left = True
             if error:
                 self._fail(FailureKind.RANKS, f"rank {rank} left with an error: {error}")
+            else:
+                self._rank_left(rank, self._ranks[rank].trained)
             self._trim()
             self._pump_woken.notify_all()
 

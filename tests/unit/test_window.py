@@ -1115,3 +1115,19 @@ def test_wake_lets_a_waiting_rank_look_at_its_condition(real_waits):
     window.wake(0)
     waiting.join(10.0)
     assert not waiting.is_alive()
+
+
+def test_a_restarted_producer_waits_for_no_rank_that_has_left_before():
+    told = {}
+    before = Feed(2, length=10, rank_left=told.__setitem__).start()
+    before.window.progress(1, 1, Position(0, 0), Position(0, 5), {0: 5})
+    before.window.leave(1, "")
+    assert told == {1: {0: 5}}
+    feed = Feed(2, length=10, attend=False, left=told)
+    feed.ranks[0].attend().read(Position(0, 0))
+    while feed.pump_all() or feed.ranks[0].receive() or feed.ranks[0].pull():
+        pass
+    assert positions(feed.ranks[0]) == list(range(5))
+    assert feed.window.statistics()[0][2] == {0: 0, 1: 5}
+    feed.window.leave(0, "")
+    assert feed.window.wait_for_work() is None

@@ -72,16 +72,7 @@ class FeedCallback(keras.callbacks.Callback):
         # A fit that raised may not be over yet, as long as somebody holds its exception.
         self._abandon(self._fit, "its fit ended with an exception")
         self._fit += 1
-        try:
-            self._begin()
-        except BaseException as error:
-            self._training = True
-            self._abandon(self._fit, f"fit could not begin: {error}")
-            raise
-
-    def _begin(self) -> None:
         loop = self._loop = KerasLoop.find(self.model, "fit")
-        steps, through_epochs, epochs = None, False, None
         if loop is None:
             _LOG.warning(
                 "feed %r: this version of Keras is not known: with steps_per_epoch in fit, or where epochs vary, "
@@ -89,7 +80,18 @@ class FeedCallback(keras.callbacks.Callback):
                 self._feeder.name,
             )
         else:
+            # A call that is refused leaves the feed as it was.
             self._check(loop)
+        try:
+            self._begin(loop)
+        except BaseException as error:
+            self._training = True
+            self._abandon(self._fit, f"fit could not begin: {error}")
+            raise
+
+    def _begin(self, loop: KerasLoop | None) -> None:
+        steps, through_epochs, epochs = None, False, None
+        if loop is not None:
             through_epochs, epochs = loop.keeps_iterator, loop.epochs
             steps = loop.steps_per_epoch
             self._over = loop.when_over(self._abandon_in_background, self._fit)

@@ -36,6 +36,8 @@ MESSAGES = {
         "credit_steps": 8,
         "credit_bytes": 2**33,
         "last_epoch": -1,
+        "left": POSITION,
+        "direct": True,
     },
     "Progress": {
         "reader": 7,

@@ -3,10 +3,18 @@
 `DataFeeder` is a dataset for `model.fit`; `kerasfeed.callbacks.FeedCallback` ties its epochs to those of Keras.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
 from kerasfeed.errors import FeedClosedError, FeedError, FeedInterrupted, ProducerError, RankError
-from kerasfeed.feeder import DataFeeder
-from kerasfeed.session import EpochStatistics
-from kerasfeed.topology import Topology
+
+if TYPE_CHECKING:
+    from kerasfeed import callbacks
+    from kerasfeed.feeder import DataFeeder
+    from kerasfeed.session import EpochStatistics
+    from kerasfeed.topology import Topology
 
 __version__ = "0.1.0"
 
@@ -22,11 +30,18 @@ __all__ = [
     "callbacks",
 ]
 
+# Imported at first use: Keras by those who use the callbacks, TensorFlow by a producer only when it listens.
+_HOMES = {"DataFeeder": "kerasfeed.feeder", "EpochStatistics": "kerasfeed.session", "Topology": "kerasfeed.topology"}
+
 
 def __getattr__(name: str) -> object:
-    # Keras is imported only by those who use the callbacks.
     if name == "callbacks":
-        import importlib
-
         return importlib.import_module("kerasfeed.callbacks")
+    if name in _HOMES:
+        value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+        return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -10,10 +10,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import importlib
 import json
 import linecache
-import mmap
 import os
 import select
 import shutil
@@ -31,6 +31,8 @@ _EXIT_SECONDS = 5.0
 _ORPHAN_SECONDS = 1.0
 _FAREWELL_SECONDS = 2.0
 _REFUSED_CODE = 3
+# tensorflow/__init__.py imports one of these, and catches the ImportError.
+_KERAS_OF_TENSORFLOW = ("keras.src.optimizers", "tf_keras.src.optimizers")
 
 
 def _watch_lifeline(fd: int, parent: int, scratch: str) -> None:
@@ -73,7 +75,7 @@ def main() -> None:
     os.close(null)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    from kerasfeed.producer.launch import PROGRESS, Launch
+    from kerasfeed.producer.launch import Launch, Progress
 
     launch = Launch.read_from(lifeline)
     for fd in (launch.control_fd, launch.progress_fd):
@@ -111,7 +113,7 @@ def main() -> None:
         server.stop(_FAREWELL_SECONDS).wait()
         _finish()
 
-    _serve(launch, options, service, report, mmap.mmap(launch.progress_fd, PROGRESS.size), take_leave)
+    _serve(launch, options, service, report, Progress(launch.progress_fd), take_leave)
     # Whoever takes leave ends the process; if there is nothing to take leave of, the end of the lifeline does.
     threading.Event().wait()
 
@@ -138,17 +140,38 @@ def _keep_generated_code_in(folder: str) -> None:
         loader.tempfile = types.SimpleNamespace(NamedTemporaryFile=make)
 
 
+def _import_tensorflow() -> types.ModuleType:
+    """Imports TensorFlow without what takes a third to a half of the time and is no use here.
+
+    `import tensorflow` imports Keras too, so that SavedModels with Keras optimizers can be loaded, and goes on without
+    it where it is missing. A pipeline that uses `tf.keras` or `keras` still gets it, at that moment. The garbage
+    collector is off meanwhile: it would look at all modules again and again, and find nothing.
+    """
+    missing = [name for name in _KERAS_OF_TENSORFLOW if name not in sys.modules]
+    modules: dict[str, Any] = sys.modules
+    modules.update(dict.fromkeys(missing))
+    gc.disable()
+    try:
+        return importlib.import_module("tensorflow")
+    finally:
+        for name in missing:
+            if modules.get(name, ...) is None:
+                del modules[name]
+        gc.freeze()
+        gc.enable()
+
+
 def _serve(
-    launch: Any, options: Any, service: Any, report: Any, progress: mmap.mmap, take_leave: Callable[[Any], None]
+    launch: Any, options: Any, service: Any, report: Any, progress: Any, take_leave: Callable[[Any], None]
 ) -> None:
     """Builds the pipeline and pumps it. If it can't be built, ranks that come are told why."""
     try:
         import cloudpickle
-        import tensorflow as tf
+
+        tf = _import_tensorflow()
 
         from kerasfeed import spec
         from kerasfeed.producer import pump
-        from kerasfeed.producer.launch import PROGRESS
         from kerasfeed.producer.pipeline import Pipeline
         from kerasfeed.producer.window import EpochCount, Window
         from kerasfeed.proto import feed_pb2
@@ -197,10 +220,7 @@ def _serve(
     # The pump may be inside a slow pipeline when the last rank leaves: nobody waits for it then.
     threading.Thread(target=take_leave, args=(window,), name="kerasfeed-leave", daemon=True).start()
 
-    def produced(pass_: int, element: int) -> None:
-        PROGRESS.pack_into(progress, 0, pass_, element)
-
-    pump.run(window, pipeline, produced)
+    pump.run(window, pipeline, progress)
 
 
 def _log(message: str) -> None:

@@ -12,6 +12,7 @@ import dataclasses
 import io
 import json
 import linecache
+import mmap
 import os
 import pickle
 import struct
@@ -24,7 +25,48 @@ import cloudpickle
 _LENGTH = struct.Struct("<Q")
 # What cloudpickle 3.1.3 (3.1.1 did not) puts in the place of a code object's file name.
 _NO_FILE = "<dynamic-code>"
-PROGRESS = struct.Struct("<qq")
+_PLACES = struct.Struct("<qqqq")
+
+
+class Progress:
+    """How far a feed's producers have come, in memory that outlives them: it is known even after a `kill -9`.
+
+    Args:
+        fd: A file of `Progress.SIZE` bytes, shared between the supervisor and its producers.
+    """
+
+    SIZE = _PLACES.size
+
+    def __init__(self, fd: int):
+        self._memory = mmap.mmap(fd, _PLACES.size)
+
+    def clear(self) -> None:
+        """Nothing has been produced yet, nor asked for."""
+        _PLACES.pack_into(self._memory, 0, -1, -1, -1, -1)
+
+    @property
+    def produced(self) -> tuple[int, int]:
+        """(pass, elements of it) that was produced furthest; (-1, -1) before the first element."""
+        return self.read()[0]
+
+    def read(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Returns the furthest (pass, elements) that were produced, and the furthest from which a producer set out."""
+        values = _PLACES.unpack_from(self._memory, 0)
+        return (values[0], values[1]), (values[2], values[3])
+
+    def note_produced(self, pass_: int, element: int) -> None:
+        """So many elements of this pass are produced."""
+        produced, origin = self.read()
+        _PLACES.pack_into(self._memory, 0, *max(produced, (pass_, element)), *origin)
+
+    def note_origin(self, pass_: int, element: int) -> None:
+        """The ranks want this element next: all before it have reached them."""
+        produced, origin = self.read()
+        _PLACES.pack_into(self._memory, 0, *produced, *max(origin, (pass_, element)))
+
+    def close(self) -> None:
+        """Lets go of the memory."""
+        self._memory.close()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +83,7 @@ class Launch:
         parent: Process id of the rank that starts it.
         module_path: The rank's `sys.path`.
         control_fd: Where the producer reports, a JSON line each: the pipe's writing end.
-        progress_fd: Shared memory in which it notes the furthest (pass, element), so that its supervisor knows it
-            after a `kill -9`.
+        progress_fd: The file of its `Progress`.
         scratch: Folder for temporary files, which goes with the supervisor.
         restarted: Whether a producer of this feed has died before.
         counts: What is known of earlier epochs: (epoch, elements, steps, dropped).

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import mmap
 import os
 import select
 import shutil
@@ -25,7 +24,7 @@ from collections.abc import Callable
 from typing import IO, Any
 
 from kerasfeed.errors import ProducerError
-from kerasfeed.producer.launch import PROGRESS, Launch
+from kerasfeed.producer.launch import Launch, Progress
 
 _LOG = logging.getLogger("kerasfeed")
 _MAX_DEATHS = 3
@@ -87,7 +86,7 @@ class Supervisor:
         self._stopping = False
         self._child: subprocess.Popen[bytes] | None = None
         self._deaths: list[str] = []
-        self._furthest = (-1, -1)
+        self._come = ((-1, -1), (-1, -1))
         self._last_lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
         self._thread = threading.Thread(target=self._run, name=f"kerasfeed-supervisor-{self._name}", daemon=True)
 
@@ -185,14 +184,14 @@ class Supervisor:
     # ---- The supervisor's thread ----
 
     def _run(self) -> None:
-        progress = os.memfd_create(f"kerasfeed-progress-{self._name}", os.MFD_CLOEXEC)
-        os.ftruncate(progress, PROGRESS.size)
-        memory = mmap.mmap(progress, PROGRESS.size)
-        PROGRESS.pack_into(memory, 0, -1, -1)
+        progress_fd = os.memfd_create(f"kerasfeed-progress-{self._name}", os.MFD_CLOEXEC)
+        os.ftruncate(progress_fd, Progress.SIZE)
+        progress = Progress(progress_fd)
+        progress.clear()
         scratch = tempfile.mkdtemp(prefix="kerasfeed-")
         try:
-            while self._run_child(progress, scratch):
-                self._note_death(PROGRESS.unpack_from(memory, 0))
+            while self._run_child(progress_fd, scratch):
+                self._note_death(progress)
                 if self._failure is not None:
                     self._gave_up(self._failure)
                     return
@@ -202,12 +201,12 @@ class Supervisor:
             self._give_up(message)
             self._gave_up(message)
         finally:
-            memory.close()
-            os.close(progress)
+            progress.close()
+            os.close(progress_fd)
             shutil.rmtree(scratch, ignore_errors=True)
             _alive.discard(self)
 
-    def _run_child(self, progress: int, scratch: str) -> bool:
+    def _run_child(self, progress_fd: int, scratch: str) -> bool:
         """Runs one child to its end. Returns whether another one is wanted."""
         control_read, control_write = os.pipe()
         try:
@@ -220,7 +219,7 @@ class Supervisor:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
-                    pass_fds=(control_write, progress),
+                    pass_fds=(control_write, progress_fd),
                     env=_environment(self._launch.seed),
                     start_new_session=True,
                     bufsize=0,
@@ -241,7 +240,7 @@ class Supervisor:
             port=self._port or self._launch.port,
             parent=os.getpid(),
             control_fd=control_write,
-            progress_fd=progress,
+            progress_fd=progress_fd,
             scratch=scratch,
             restarted=bool(self._deaths),
             counts=self.counts,
@@ -324,9 +323,11 @@ class Supervisor:
         elif "statistics" in news:
             self._statistics = bytes.fromhex(news["statistics"])
 
-    def _note_death(self, furthest: tuple[int, int]) -> None:
-        if furthest > self._furthest:
-            self._furthest = furthest
+    def _note_death(self, progress: Progress) -> None:
+        # A producer that only repeats what one before it produced gets somewhere too, if the ranks do.
+        come, furthest = progress.read(), progress.produced
+        if any(now > before for now, before in zip(come, self._come, strict=True)):
+            self._come = come
             del self._deaths[:-1]
         how = self._deaths[-1]
         where = f"after element {furthest[1]} of pass {furthest[0]}" if furthest[0] >= 0 else "before the first element"

@@ -15,10 +15,12 @@ import enum
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kerasfeed.schedule import Position, Segment
-from kerasfeed.spec import EncodedElement
+
+if TYPE_CHECKING:  # TensorFlow comes with it, which takes seconds to import
+    from kerasfeed.spec import EncodedElement
 
 _FREE_STEPS_AHEAD = 2
 _MIN_ROOM_STEPS = 2

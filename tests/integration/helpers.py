@@ -6,9 +6,15 @@ Functions of these modules travel to the producer by value (`by_value`), so that
 
 from __future__ import annotations
 
+import os
+
+if "KERASFEED_PRODUCER" in os.environ:
+    # A producer looks for source code in the modules of functions that came by value. Those of the tests, with all that
+    # they import, would take longer than the rest of its start.
+    raise ImportError("tests are no business of a producer")
+
 import dataclasses
 import faulthandler
-import os
 import pathlib
 import random
 import signal

@@ -209,6 +209,25 @@ def test_a_function_gets_the_input_context_if_it_wants_it(make_feeder):
     assert numbers(make_feeder(with_context)) == [1, 1, 0, 40]
 
 
+def test_a_function_may_use_keras_which_the_producer_does_not_import_by_itself(make_feeder):
+    def dataset_fn():
+        import sys
+
+        before = [name for name in sys.modules if name.split(".")[0] in ("keras", "tf_keras")]
+        layer = tf.keras.layers.Rescaling(0.5)
+        from tensorflow import keras
+
+        one_hot = keras.utils.to_categorical([1, 0])
+        assert type(tf.keras.optimizers.Adam(0.1)).__name__ == "Adam"
+        dataset = tf.data.Dataset.range(4).map(lambda i: (layer(tf.cast([i], tf.float32))[0], one_hot, len(before)))
+        return dataset
+
+    values = list(make_feeder(dataset_fn))
+    assert [float(x) for x, _, _ in values] == [0.0, 0.5, 1.0, 1.5]
+    assert [y.numpy().tolist() for _, y, _ in values] == [[[0.0, 1.0], [1.0, 0.0]]] * 4
+    assert {int(found) for _, _, found in values} == {0}
+
+
 def test_a_function_with_two_arguments_is_refused_at_once():
     with pytest.raises(TypeError, match="one argument"):
         kerasfeed.DataFeeder(lambda a, b: None)

@@ -88,6 +88,7 @@ class Session:
         self._given_topology = topology
         self._topology: Topology | None = None
         self._lock = threading.RLock()
+        self._closing = threading.Lock()
         self._ordinal = _ordinals.get(options.name, 0)
         _ordinals[options.name] = self._ordinal + 1
         # A process that this one forks must not close what is this one's.
@@ -296,23 +297,27 @@ class Session:
         return self._cardinality
 
     def close(self, error: str = "") -> None:
-        """Leaves the producer, which ends when all ranks have left. An error fails them, too."""
+        """Leaves the producer, which ends when all ranks have left. An error fails them, too.
+
+        When it returns, the producer has been left, by this call or by one that was under way.
+        """
         if os.getpid() != self.owner:
             return
-        with self._lock:
-            connection, self._connection = self._connection, None
-            self._unbind()
-        if connection is None:
-            return
-        if not error:
-            self._note_status(connection.status(_STATUS_SECONDS) if connection.ready else None)
-        connection.close(error)
-        supervisor = self._supervisor
-        if supervisor is None:
-            return
-        # The producer lives on for ranks that are slower: they get what is complete, and then the same error.
-        if supervisor.build_failed or (self.topology().size == 1 and not connection.left):
-            supervisor.stop()
+        with self._closing:
+            with self._lock:
+                connection, self._connection = self._connection, None
+                self._unbind()
+            if connection is None:
+                return
+            if not error:
+                self._note_status(connection.status(_STATUS_SECONDS) if connection.ready else None)
+            connection.close(error)
+            supervisor = self._supervisor
+            if supervisor is None:
+                return
+            # The producer lives on for ranks that are slower: they get what is complete, and then the same error.
+            if supervisor.build_failed or (self.topology().size == 1 and not connection.left):
+                supervisor.stop()
 
     def tell_late_ranks(self, error: str) -> None:
         """Lets ranks that look for the producer only now know why there is none."""

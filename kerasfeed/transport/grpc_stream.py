@@ -34,7 +34,10 @@ _RETRY_SECONDS = 0.2
 _STORE_POLL_SECONDS = 0.1
 _LOST_SECONDS = 60.0
 _CREDIT_BYTES = 64 << 20
-_LEAVE_SECONDS = 5.0
+# A producer that died has to be back before it can be told.
+_LEAVE_SECONDS = 60.0
+_FAILED_LEAVE_SECONDS = 5.0
+_LEAVE_NOTICE_SECONDS = 5.0
 
 _T = TypeVar("_T")
 
@@ -139,6 +142,7 @@ class Connection:
         self._statuses = 0
         self._error: FeedError | None = None
         self._closed = False
+        self._leaving = False
         self._left = False
         self._leave_error = ""
         self._leave_deadline = 0.0
@@ -265,14 +269,19 @@ class Connection:
             if self._closed:
                 return
             self._closed, self._leave_error = True, error
-            self._leave_deadline = time.monotonic() + _LEAVE_SECONDS
+            patience = _FAILED_LEAVE_SECONDS if error else _LEAVE_SECONDS
+            self._leave_deadline = time.monotonic() + patience
             if self._outgoing is not None:
                 self._take_leave(self._outgoing)
             self._changed.notify_all()
         if self._thread is threading.current_thread():
             return
         if self._welcome is not None:
-            self._thread.join(_LEAVE_SECONDS)
+            self._thread.join(_LEAVE_NOTICE_SECONDS)
+            if self._thread.is_alive() and time.monotonic() < self._leave_deadline:
+                me = self._identity
+                _LOG.warning("feed %r: rank %d waits to take leave of the producer, which is down", me.feed, me.rank)
+                self._thread.join(max(0.0, self._leave_deadline - time.monotonic()))
         # Whoever was not let in yet, or can't reach the producer, hangs up.
         while self._thread.is_alive():
             call = self._call
@@ -282,14 +291,14 @@ class Connection:
 
     @property
     def left(self) -> bool:
-        """Whether the producer was told that this rank has left."""
+        """Whether the producer knows that this rank has left."""
         return self._left
 
     def _take_leave(self, outgoing: queue.SimpleQueue[Any]) -> None:
         self._send_progress(waiting=False, all_epochs=True)
         self._send(leave=feed_pb2.Leave(error=self._leave_error))
-        self._left = True
-        # The end of the requests is sent after all of them: the producer then ends the stream.
+        # The end of the requests is sent after all of them: when it has heard them, the producer ends the stream.
+        self._leaving = True
         outgoing.put(None)
 
     # ---- Waiting ----
@@ -456,12 +465,14 @@ class Connection:
                 for message in call:
                     self._seen = time.monotonic()
                     self._hear(message, outgoing)
+                self._left = self._leaving
             finally:
                 # How long the producer can't be reached counts from here, however long it had nothing to say.
                 self._seen = time.monotonic() if self._doing == "" else self._seen
                 with self._changed:
                     self._outgoing = None
                     self._call = None
+                    self._leaving = False
                 outgoing.put(None)
                 call.cancel()
 

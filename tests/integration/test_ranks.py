@@ -304,6 +304,37 @@ def test_a_rank_that_leaves_early_does_not_hold_up_the_others(make_ranks):
     wait_until(lambda: feeders[0].session.producer_pid is None, what="the producer to end when all have left")
 
 
+def test_a_rank_whose_leave_was_lost_with_the_producer_tells_the_next_one(make_ranks):
+    feeders = make_ranks(2, lambda: tf.data.Dataset.range(60))
+
+    def consume():
+        iterator = iter(feeders[0])
+        got = [int(next(iterator)) for _ in range(5)]
+        assert left_unheard.wait(SOON)
+        return got + [int(value) for value in iterator]
+
+    def leave():
+        got = numbers(feeders[1])
+        producer, connection = feeders[0].session.producer_pid, feeders[1].session.connection()
+        os.kill(producer, signal.SIGSTOP)
+        closer = threading.Thread(target=feeders[1].close, name="closer")
+        closer.start()
+        wait_until(lambda: connection._leaving, what="the rank to say that it leaves")
+        os.kill(producer, signal.SIGKILL)
+        left_unheard.set()
+        # Whoever closes it again waits, too: a script must not end before this rank has left.
+        feeders[1].close()
+        assert connection.left
+        closer.join()
+        return got
+
+    left_unheard = threading.Event()
+    outcomes = together(consume, leave)
+    assert [outcome.result() for outcome in outcomes] == [list(range(0, 60, 2)), list(range(1, 60, 2))]
+    feeders[0].close()
+    wait_until(lambda: feeders[0].session.producer_pid is None, what="the producer to end when all have left")
+
+
 def test_a_restarted_producer_starts_at_the_smallest_step_that_a_rank_wants():
     # What happens after a kill, whichever rank comes back first: rank 1 wants step 0, rank 0 is 12 steps ahead.
     first_wanted = {0: Position(0, 12), 1: Position(0, 0)}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import psutil
 import tensorflow as tf
 from reporting import FOLDER, RANK, SIZE, meet, report
@@ -20,14 +18,15 @@ if __name__ == "__main__":
     topology = kerasfeed.Topology(RANK, SIZE, local_rank=0, local_size=1, meeting_dir=str(FOLDER / "meeting"))
     if RANK == 0:
         report("host", address=rendezvous.listening_host(topology))
-    feeder = kerasfeed.DataFeeder(dataset_fn, topology=topology, producer=int(sys.argv[1]))
-    elements = []
-    for element in feeder:
-        assert bool(tf.reduce_all(element["x"] == element["id"]))
-        elements.append(int(element["id"]))
-    report("stream", elements=elements)
-    pid = feeder.session.producer_pid
-    if pid is not None:
-        listening = [c for c in psutil.Process(pid).net_connections(kind="inet") if c.status == psutil.CONN_LISTEN]
-        report("listens", addresses=[c.laddr.ip for c in listening])
+    for producer in range(SIZE):
+        feeder = kerasfeed.DataFeeder(dataset_fn, name=f"by {producer}", topology=topology, producer=producer)
+        elements = []
+        for element in feeder:
+            assert bool(tf.reduce_all(element["x"] == element["id"]))
+            elements.append(int(element["id"]))
+        report(f"stream {producer}", elements=elements)
+        pid = feeder.session.producer_pid
+        if pid is not None:
+            listening = [c for c in psutil.Process(pid).net_connections(kind="inet") if c.status == psutil.CONN_LISTEN]
+            report(f"listens {producer}", addresses=[c.laddr.ip for c in listening])
     meet("end")

@@ -41,6 +41,7 @@ setup(
         "protobuf>=4.25",
         "cloudpickle",
         "numpy",
+        "xxhash",
     ],
     extras_require={"horovod": ["horovod>=0.28.1"]},
     zip_safe=False,

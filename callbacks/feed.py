@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow import keras
 
+from kerasfeed.callbacks.backup import BackupAndRestore
 from kerasfeed.callbacks.keras_loop import KerasLoop
 from kerasfeed.feeder import DataFeeder, derives_from_feeder, feeders_of
 from kerasfeed.session import Session
@@ -93,6 +94,10 @@ class FeedCallback(keras.callbacks.Callback):
         steps, through_epochs, epochs = None, False, None
         if loop is not None:
             through_epochs, epochs = loop.keeps_iterator, loop.epochs
+            for other in loop.callbacks:
+                if isinstance(other, BackupAndRestore):
+                    resumed = other.begin(self.model)
+                    epochs = epochs if resumed is None else loop.last_epoch - resumed
             steps = loop.steps_per_epoch
             self._over = loop.when_over(self._abandon_in_background, self._fit)
             # A validation feeder that starts only when it is needed lets the whole job wait for it.
@@ -130,7 +135,9 @@ class FeedCallback(keras.callbacks.Callback):
         if loop is None:
             return
         whole = self._session.cursor.steps_in(start.epoch)
+        start = start._replace(step=start.step - loop.steps_passed_over)
         if loop.keeps_iterator:
+            loop.shorten_epoch(start.step)
             # Keras 3 would take the end of a pass for the end of the kept iterator.
             loop.forget_passes()
         elif loop.dataset is self._feeder and whole is not None:

@@ -22,6 +22,7 @@ class KerasLoop:
         steps_at_begin: How many steps Keras believes an epoch has, or `None`, as the call begins.
         keeps_iterator: Whether Keras keeps one iterator over all epochs.
         epochs: Epochs that `fit` will still run at most; 1 for the others.
+        last_epoch: The Keras epoch at which `fit` ends.
         test_runner: What Keras 2 calls the test function through, in `evaluate`.
         validation_data: What `fit` was given to validate with.
         bare_callback: Whether Keras calls batch hooks from a thread pool, as Keras 3 does for a callback that was not
@@ -40,7 +41,8 @@ class KerasLoop:
             self.steps_per_epoch = handler._steps_per_epoch
             self.keeps_iterator = not handler._adapter.should_recreate_iterator()
         initial_epoch = local_variables.get("initial_epoch") or 0
-        self.epochs = max(0, local_variables.get("epochs", 1) - initial_epoch)
+        self.last_epoch = local_variables.get("epochs", 1)
+        self.epochs = max(0, self.last_epoch - initial_epoch)
         self.steps_at_begin = handler._num_batches if self._keras3 else handler._inferred_steps
         callbacks = local_variables.get("callbacks")
         # Keras makes this list for the call, and only the call holds it; what it iterates with may be in a cycle.
@@ -71,6 +73,22 @@ class KerasLoop:
         finalizer = weakref.finalize(self._held_by_call(), call, *args)
         finalizer.atexit = False
         return finalizer
+
+    @property
+    def callbacks(self) -> list[Any]:
+        """The callbacks of the call, if it still runs."""
+        return list(getattr(self._held_by_call(), "callbacks", ()))
+
+    @property
+    def steps_passed_over(self) -> int:
+        """With how many steps of the epoch that begins now Keras counts although they are not run (Keras 2)."""
+        return int(getattr(self._handler(), "_initial_step", 0))
+
+    def shorten_epoch(self, steps: int) -> None:
+        """Lets Keras 3, where it keeps one iterator, run so many steps less in the epoch that begins now."""
+        handler = self._handler()
+        if handler is not None and self._keras3 and self.steps_per_epoch is not None:
+            handler.steps_per_epoch = self.steps_per_epoch - steps
 
     @property
     def steps_per_call(self) -> int:

@@ -8,12 +8,21 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from kerasfeed.errors import FeedClosedError, FeedError, FeedInterrupted, ProducerError, RankError
+from kerasfeed.errors import (
+    FeedClosedError,
+    FeedError,
+    FeedInterrupted,
+    ProducerError,
+    RankError,
+    ReplayMismatchError,
+    StateError,
+)
 
 if TYPE_CHECKING:
     from kerasfeed import callbacks
     from kerasfeed.feeder import DataFeeder
     from kerasfeed.session import EpochStatistics
+    from kerasfeed.state import FeedState
     from kerasfeed.topology import Topology
 
 __version__ = "0.1.0"
@@ -24,14 +33,22 @@ __all__ = [
     "FeedClosedError",
     "FeedError",
     "FeedInterrupted",
+    "FeedState",
     "ProducerError",
     "RankError",
+    "ReplayMismatchError",
+    "StateError",
     "Topology",
     "callbacks",
 ]
 
 # Imported at first use: Keras by those who use the callbacks, TensorFlow by a producer only when it listens.
-_HOMES = {"DataFeeder": "kerasfeed.feeder", "EpochStatistics": "kerasfeed.session", "Topology": "kerasfeed.topology"}
+_HOMES = {
+    "DataFeeder": "kerasfeed.feeder",
+    "EpochStatistics": "kerasfeed.session",
+    "FeedState": "kerasfeed.state",
+    "Topology": "kerasfeed.topology",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -50,6 +50,7 @@ class Cursor:
         self.pulled = Position(0, 0)
         self.trained: dict[int, int] = {}
         self._start = Position(0, 0)
+        self._resumes = False
         self._tickets = 0
         self._untrained: collections.deque[Position] = collections.deque()
 
@@ -63,7 +64,7 @@ class Cursor:
         left = None
         if not self.bound:
             start = self.pulled
-            if self.pulled.step:
+            if self.pulled.step and not self._resumes:
                 left, start = self.pulled, Position(self.pulled.epoch + 1, 0)
             self._train_all(start)
         elif self.through_epochs:
@@ -72,6 +73,7 @@ class Cursor:
             start = max(self._start, self.acknowledged)
             self._untrained = collections.deque(p for p in self._untrained if p < start)
         self.pulled = start
+        self._resumes = False
         return Ticket(self._tickets, start, self.bound and self.through_epochs, left)
 
     def check(self, ticket: Ticket) -> None:
@@ -124,6 +126,14 @@ class Cursor:
     def untrained(self) -> int:
         """Steps that were pulled and are not trained."""
         return len(self._untrained)
+
+    def restore(self, position: Position) -> None:
+        """The feed goes on at `position`, inside an epoch too: that is where the next iterator starts."""
+        self._tickets += 1
+        self._untrained.clear()
+        self.trained.clear()
+        self.acknowledged = self.pulled = self._start = position
+        self._resumes = True
 
     def bind(self, position: Position, through_epochs: bool) -> None:
         """A `fit` begins at `position`. Iterators that are left from before have no say any more."""

@@ -14,6 +14,17 @@ class ProducerError(FeedError):
     """
 
 
+class ReplayMismatchError(ProducerError):
+    """A pipeline does not yield again what it yielded: after a death or a restore, an element is not what it was.
+
+    The message names the element and the usual causes.
+    """
+
+
+class StateError(FeedError):
+    """A feed's state, or a backup, is damaged, or does not fit the feed or the model."""
+
+
 class RankError(FeedError):
     """The ranks don't fit together: one is missing, has left, or iterates over another epoch than the others."""
 

@@ -18,7 +18,9 @@ from kerasfeed.cursor import Ticket
 from kerasfeed.options import DEFAULT_MAX_BUFFER_BYTES, FeedOptions
 from kerasfeed.producer import launch
 from kerasfeed.producer.pipeline import serialize_dataset, takes_context
+from kerasfeed.schedule import Position
 from kerasfeed.session import EpochStatistics, Session, Source, close_in_background
+from kerasfeed.state import FeedState
 from kerasfeed.topology import Topology, initialized_horovod
 
 
@@ -61,6 +63,10 @@ class DataFeeder(tf.data.Dataset):
             unless a `FeedCallback` says otherwise.
         max_buffer_bytes: Most bytes of produced elements that the producer holds. Room for two steps is made all the
             same, with a warning. Default 1 GiB.
+        verify: How an element that is produced again, after a death or a restore, is held to what it was.
+            `"blocks"`, the default: by a digest of all its bytes up to 512 KiB, and of blocks spread over larger ones;
+            if it differs, `ReplayMismatchError` is raised. `"full"`: by a digest of all bytes of all elements.
+            `"warn"`: as `"blocks"`, but training goes on, with a warning.
         transport: How elements travel. `"auto"` or `"grpc"`, which are the same so far.
         topology: The place of this process among the ranks. Default `None`: from Horovod if it is initialised when the
             feeder is first used, else one process.
@@ -85,6 +91,7 @@ class DataFeeder(tf.data.Dataset):
         deterministic: bool = False,
         prefetch: int | None = None,
         max_buffer_bytes: int = DEFAULT_MAX_BUFFER_BYTES,
+        verify: str = "blocks",
         transport: str = "auto",
         topology: Topology | None = None,
         port: int = 0,
@@ -100,6 +107,7 @@ class DataFeeder(tf.data.Dataset):
             deterministic=deterministic,
             prefetch=prefetch,
             max_buffer_bytes=max_buffer_bytes,
+            verify=verify,
             transport=transport,
             port=port,
             start_timeout=start_timeout,
@@ -194,6 +202,39 @@ class DataFeeder(tf.data.Dataset):
         The producer's rank knows all of it once every rank has left the feed; before, as much as was reported.
         """
         return self.session.statistics()
+
+    def state(self, position: Position | None = None) -> FeedState:
+        """Returns what it takes to go on from here in another job: a few numbers, under 4 KB.
+
+        Example:
+
+        ```python
+        path.write_bytes(feeder.state().to_bytes())
+        ...
+        feeder.restore(kerasfeed.FeedState.from_bytes(path.read_bytes()))
+        ```
+
+        Args:
+            position: The first step (epoch, step) that is not trained. Default `None`: as this rank has it. In a loop
+                of your own a step counts as trained when the next one is pulled.
+
+        Raises:
+            FeedError: The producer can't say, because it can't be reached or has failed.
+        """
+        return self.session.state(position)
+
+    def restore(self, state: FeedState) -> None:
+        """Goes on where `state` stood: the next iterator, or the next `fit`, starts there. Call it on all ranks.
+
+        The number of ranks may be another one. A feed that runs is left, and starts again when it is used.
+
+        Args:
+            state: What `state()` returned, perhaps in another job.
+
+        Raises:
+            StateError: The state is another feed's. That the pipeline is another one is told when the feed starts.
+        """
+        self.session.restore(state)
 
     def close(self) -> None:
         """Leaves the producer, which ends when all ranks have left it. Iterating again starts it again."""

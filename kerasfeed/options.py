@@ -12,6 +12,7 @@ DEFAULT_PRODUCER = 0
 DEFAULT_PREFETCH = 8
 DEFAULT_MAX_BUFFER_BYTES = 1 << 30
 TRANSPORTS = ("auto", "grpc")
+VERIFY = ("blocks", "full", "warn")
 _MAX_SEED = 2**31 - 1
 
 
@@ -34,6 +35,7 @@ class FeedOptions:
     prefetch: int | None = None
     max_buffer_bytes: int = DEFAULT_MAX_BUFFER_BYTES
     transport: str = "auto"
+    verify: str = "blocks"
     port: int = 0
     start_timeout: float = 600.0
 
@@ -43,6 +45,7 @@ class FeedOptions:
         self._choice("policy", schedule.POLICIES)
         self._choice("remainder", schedule.REMAINDERS)
         self._choice("transport", TRANSPORTS)
+        self._choice("verify", VERIFY)
         self._whole("producer", low=0, optional=True)
         self._whole("steps_per_epoch", low=1, optional=True)
         self._whole("prefetch", low=1, optional=True)

@@ -70,24 +70,34 @@ class Segment:
     `origin_element` on, the next epoch is the next pass, and so on. With it the passes are joined to one stream, which
     is cut every `steps_per_epoch` steps, so that only the stream's very end has a remainder.
 
+    A feed that was restored inside an epoch keeps the numbers of its steps: `origin_element` is then what step
+    `first_step` of `first_epoch` starts with.
+
     Args:
         first_epoch: The first epoch that this segment describes.
         origin_pass: The pass over the dataset in which `first_epoch` starts.
         origin_element: The element of that pass with which it starts.
         steps_per_epoch: Steps in each epoch, or `None` where an epoch is a pass.
+        first_step: The first step of `first_epoch` that there is.
     """
 
     first_epoch: int = 0
     origin_pass: int = 0
     origin_element: int = 0
     steps_per_epoch: int | None = None
+    first_step: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("first_epoch", "origin_pass", "origin_element"):
+        for name in ("first_epoch", "origin_pass", "origin_element", "first_step"):
             if getattr(self, name) < 0:
                 raise ValueError(f"Segment: {name} must be at least 0. Received: {getattr(self, name)}")
         if self.steps_per_epoch is not None and self.steps_per_epoch < 1:
             raise ValueError(f"Segment: steps_per_epoch must be at least 1 or None. Received: {self.steps_per_epoch}")
+
+    @property
+    def start(self) -> Position:
+        """The first position of this segment."""
+        return Position(self.first_epoch, self.first_step)
 
     def locate(self, position: Position, size: int) -> tuple[int, int]:
         """Returns (pass, element) to start from for `position`.
@@ -95,15 +105,33 @@ class Segment:
         In a joined stream the element may lie beyond the end of that pass: it is then counted on through the passes
         that follow, whose lengths only the walk itself can tell.
         """
-        if position.epoch < self.first_epoch:
-            raise ValueError(f"{position} lies before this segment, which starts at epoch {self.first_epoch}")
+        if position < self.start:
+            raise ValueError(f"{position} lies before this segment, which starts at {self.start}")
         epochs = position.epoch - self.first_epoch
         if self.steps_per_epoch is not None:
-            steps = epochs * self.steps_per_epoch + position.step
+            steps = epochs * self.steps_per_epoch + position.step - self.first_step
             return self.origin_pass, self.origin_element + steps * size
-        first = self.origin_element if epochs == 0 else 0
-        return self.origin_pass + epochs, first + position.step * size
+        if epochs == 0:
+            return self.origin_pass, self.origin_element + (position.step - self.first_step) * size
+        return self.origin_pass + epochs, position.step * size
 
-    def first_element(self, epoch: int) -> int:
-        """Returns the element of the pass with which step 0 of `epoch` starts, where an epoch is a pass."""
-        return self.origin_element if epoch == self.first_epoch else 0
+
+def resumed_step(
+    element: int, step: int, elements: int, size: int, steps_per_epoch: int | None, same_size: bool
+) -> int:
+    """Returns the number of the step that starts with `element`, the first one of an epoch that was not trained.
+
+    With the number of ranks that the epoch was begun with it is `step` itself. With another one there is no such step;
+    then it is chosen so that the epoch has as many steps in all as every other.
+
+    Args:
+        element: Index of the element within its pass.
+        step: The step that it was the first element of, when the epoch was begun.
+        elements: Elements in a pass; negative if that is not known.
+        size: Number of ranks now.
+        steps_per_epoch: Steps in each epoch, or `None` where an epoch is a pass.
+        same_size: Whether `size` is what it was.
+    """
+    if same_size or steps_per_epoch is not None:
+        return step
+    return steps_in(elements, size) - steps_in(elements, size, element) if elements >= 0 else element // size

@@ -19,7 +19,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from kerasfeed import auth, interrupt, rendezvous
+import tensorflow as tf
+
+from kerasfeed import auth, interrupt, rendezvous, schedule
 from kerasfeed import spec as spec_lib
 from kerasfeed.cursor import Cursor, Ticket
 from kerasfeed.errors import FeedClosedError, FeedError, ProducerError
@@ -29,6 +31,7 @@ from kerasfeed.producer.supervisor import Supervisor, end_all_producers
 from kerasfeed.producer.window import NO_LAST_EPOCH
 from kerasfeed.proto import feed_pb2
 from kerasfeed.schedule import Position, Segment
+from kerasfeed.state import FeedState
 from kerasfeed.topology import Topology
 from kerasfeed.transport.grpc_stream import Connection, End, Identity, Step
 
@@ -107,6 +110,9 @@ class Session:
         self.cursor = Cursor(options.name)
         self._snapshot: tuple[Segment | None, Position, dict[int, int]] = (None, Position(0, 0), self.cursor.trained)
         self._peeked: Position | None = None
+        self._restored: FeedState | None = None
+        self._elements = tf.data.UNKNOWN_CARDINALITY
+        self._fingerprint = ""
         self._statistics: dict[int, EpochStatistics] = {}
         self.failure: FeedError | None = None
         interrupt.install()
@@ -245,10 +251,12 @@ class Session:
                 module_path=_module_path(),
                 control_fd=-1,
                 progress_fd=-1,
+                journal_fd=-1,
                 scratch="",
                 restarted=False,
                 counts=self._supervisor.counts if self._supervisor is not None else [],
                 pass_lengths=self._supervisor.pass_lengths if self._supervisor is not None else {},
+                restored=self._restored_place(),
                 left={},
                 payload=source.payload,
                 payload_kind=source.kind,
@@ -276,12 +284,15 @@ class Session:
             spec = spec_lib.decode_spec(welcome.spec)
             if self._spec is None:
                 self._spec, self._cardinality = spec, welcome.cardinality
+                self._elements = welcome.elements
                 self._seed = welcome.seed
                 self.cursor.epoch_steps = welcome.cardinality if welcome.cardinality >= 0 else None
             elif spec_lib.encode_spec(self._spec) != welcome.spec:
                 raise ProducerError(
                     f"feed {self.name!r}: dataset_fn now yields {spec}, but the dataset was built for {self._spec}"
                 )
+            self._fingerprint = welcome.fingerprint
+            self._check_restored()
         return connection
 
     @property
@@ -381,6 +392,83 @@ class Session:
     def _update(self) -> None:
         self._snapshot = (self._segment, self.cursor.acknowledged, self.cursor.trained)
 
+    # ---- State ----
+
+    def state(self, position: Position | None = None) -> FeedState:
+        """Returns what it takes to go on at `position` (default: what is trained) in another job."""
+        connection = self.connection()
+        with self._lock:
+            position = self.cursor.acknowledged if position is None else position
+        place = connection.state(position)
+        with self._lock:
+            segment = self._segment or Segment(steps_per_epoch=self.options.steps_per_epoch)
+            assert self._seed is not None
+            return FeedState(
+                feed=self.name,
+                pass_=getattr(place, "pass"),
+                element=place.element,
+                elements=self._elements,
+                epoch=position.epoch,
+                step=position.step,
+                size=self.topology().size,
+                policy=self.options.policy,
+                remainder=self.options.remainder,
+                steps_per_epoch=segment.steps_per_epoch,
+                seed=self._seed,
+                element_spec=spec_lib.encode_spec(self._spec).decode(),
+                fingerprint=self._fingerprint,
+                digest=place.digest,
+                way="replay",
+            )
+
+    def restore(self, state: FeedState) -> Position:
+        """Goes on where `state` stood; returns where that is. A feed that runs is left, and starts again.
+
+        Raises:
+            StateError: The state is another feed's.
+        """
+        options = self.options
+        # The pipeline is compared when the producer has built it.
+        state.check(
+            feed=self.name,
+            policy=options.policy,
+            remainder=options.remainder,
+            element_spec=state.element_spec,
+            fingerprint="",
+            seed=options.seed,
+        )
+        self.close()
+        with self._lock:
+            size = self.topology().size
+            step = schedule.resumed_step(
+                state.element, state.step, state.elements, size, state.steps_per_epoch, size == state.size
+            )
+            self._segment = Segment(state.epoch, state.pass_, state.element, state.steps_per_epoch, step)
+            self._seed = state.seed
+            self._restored = state
+            # What an earlier producer counted belongs to another stream.
+            self._supervisor = None
+            self._statistics.clear()
+            self.cursor.restore(self._segment.start)
+            self._update()
+            return self._segment.start
+
+    def _check_restored(self) -> None:
+        """Compares the pipeline with the one of the state that this feed was restored from."""
+        state = self._restored
+        if state is not None:
+            state.check(
+                feed=self.name,
+                policy=self.options.policy,
+                remainder=self.options.remainder,
+                element_spec=spec_lib.encode_spec(self._spec).decode(),
+                fingerprint=self._fingerprint,
+            )
+
+    def _restored_place(self) -> list[Any] | None:
+        state = self._restored
+        return [state.pass_, state.element, state.digest] if state is not None else None
+
     # ---- What a callback does ----
 
     def bind(self, steps_per_epoch: int | None, through_epochs: bool, epochs: int | None) -> Position:
@@ -406,7 +494,11 @@ class Session:
                 self.cursor.epoch_steps = self._cardinality
             # A pass that begins at another element than its first has fewer steps, but only the producer knows how
             # many.
-            irregular = segment.steps_per_epoch is None and segment.origin_element > 0
+            size, elements, first = self.topology().size, self._elements, segment.origin_element
+            rest = segment.first_step + schedule.steps_in(elements, size, first)
+            irregular = segment.steps_per_epoch is None and first > 0
+            # One that was restored has as many as every other.
+            irregular = irregular and (elements < 0 or rest != schedule.steps_in(elements, size))
             self.cursor.irregular_epoch = segment.first_epoch if irregular else None
             self._statistics = {e: s for e, s in self._statistics.items() if e <= position.epoch}
             self._update()

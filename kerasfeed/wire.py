@@ -53,9 +53,16 @@ def segment_message(segment: Segment) -> feed_pb2.Segment:
         origin_pass=segment.origin_pass,
         origin_element=segment.origin_element,
         steps_per_epoch=segment.steps_per_epoch or 0,
+        first_step=segment.first_step,
     )
 
 
 def segment_of(message: feed_pb2.Segment) -> Segment:
     """Returns a message as a segment."""
-    return Segment(message.first_epoch, message.origin_pass, message.origin_element, message.steps_per_epoch or None)
+    return Segment(
+        message.first_epoch,
+        message.origin_pass,
+        message.origin_element,
+        message.steps_per_epoch or None,
+        message.first_step,
+    )

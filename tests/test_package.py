@@ -22,8 +22,11 @@ NAMES = {
     "FeedClosedError",
     "FeedError",
     "FeedInterrupted",
+    "FeedState",
     "ProducerError",
     "RankError",
+    "ReplayMismatchError",
+    "StateError",
     "Topology",
     "callbacks",
 }
@@ -36,7 +39,7 @@ def public_objects() -> dict[str, object]:
 
 def test_all_names_what_is_public() -> None:
     assert set(kerasfeed.__all__) >= NAMES
-    assert "FeedCallback" in kerasfeed.callbacks.__all__
+    assert {"BackupAndRestore", "FeedCallback"} <= set(kerasfeed.callbacks.__all__)
     for name, value in public_objects().items():
         assert value is not None, name
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
@@ -64,7 +67,7 @@ def test_docstrings_name_every_argument() -> None:
             assert re.search(rf"^ +{argument}: ", text, re.MULTILINE), f"{name}: nothing about {argument}"
 
 
-@pytest.mark.parametrize("name", ["DataFeeder", "callbacks.FeedCallback"])
+@pytest.mark.parametrize("name", ["DataFeeder", "FeedState", "callbacks.BackupAndRestore", "callbacks.FeedCallback"])
 def test_docstrings_have_an_example(name: str) -> None:
     value = public_objects()[f"kerasfeed.{name}"]
     assert "Example" in (inspect.getdoc(value) or "")

@@ -78,7 +78,7 @@ def main() -> None:
     from kerasfeed.producer.launch import Launch, Progress
 
     launch = Launch.read_from(lifeline)
-    for fd in (launch.control_fd, launch.progress_fd):
+    for fd in (launch.control_fd, launch.progress_fd, launch.journal_fd):
         os.set_inheritable(fd, False)
     threading.Thread(
         target=_watch_lifeline, args=(lifeline, launch.parent, launch.scratch), name="kerasfeed-lifeline", daemon=True
@@ -172,7 +172,9 @@ def _serve(
 
         from kerasfeed import spec
         from kerasfeed.producer import pump
+        from kerasfeed.producer.digest import Journal
         from kerasfeed.producer.pipeline import Pipeline
+        from kerasfeed.producer.verifier import Verifier
         from kerasfeed.producer.window import EpochCount, Window
         from kerasfeed.proto import feed_pb2
 
@@ -188,7 +190,8 @@ def _serve(
         else:
             source, source_spec = launch.payload, spec.decode_spec(launch.source_spec.encode())
         lengths = {int(pass_): elements for pass_, elements in launch.pass_lengths.items()}
-        pipeline = Pipeline(source, source_spec, launch.size, launch.seed, launch.restarted, lengths, _log)
+        whole = launch.restored[0] if launch.restored is not None else 0
+        pipeline = Pipeline(source, source_spec, launch.size, launch.seed, launch.restarted, lengths, whole, _log)
     except (Exception, SystemExit):
         what = "dataset_fn" if launch.payload_kind == "function" else "the dataset"
         message = f"{what} raised before the first element:\n{traceback.format_exc()}"
@@ -215,12 +218,26 @@ def _serve(
         cardinality = options.steps_per_epoch
     else:
         cardinality = pipeline.cardinality if pipeline.cardinality < 0 else pipeline.cardinality // launch.size
-    service.ready(window, feed_pb2.Welcome(spec=pipeline.spec, cardinality=cardinality, seed=launch.seed))
+    welcome = feed_pb2.Welcome(
+        spec=pipeline.spec,
+        cardinality=cardinality,
+        seed=launch.seed,
+        elements=pipeline.cardinality,
+        fingerprint=pipeline.fingerprint,
+    )
+    verifier = Verifier(
+        pipeline.spec,
+        Journal(launch.journal_fd),
+        tuple(launch.restored) if launch.restored is not None else None,
+        full=options.verify == "full",
+        warn=_log if options.verify == "warn" else None,
+    )
+    service.ready(window, welcome, verifier.digest_before)
 
     # The pump may be inside a slow pipeline when the last rank leaves: nobody waits for it then.
     threading.Thread(target=take_leave, args=(window,), name="kerasfeed-leave", daemon=True).start()
 
-    pump.run(window, pipeline, progress)
+    pump.run(window, pipeline, verifier, progress)
 
 
 def _log(message: str) -> None:

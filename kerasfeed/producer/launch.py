@@ -7,6 +7,7 @@ lifeline: it stays open as long as the rank lives.
 
 from __future__ import annotations
 
+import array
 import collections
 import dataclasses
 import io
@@ -25,7 +26,6 @@ import cloudpickle
 _LENGTH = struct.Struct("<Q")
 # What cloudpickle 3.1.3 (3.1.1 did not) puts in the place of a code object's file name.
 _NO_FILE = "<dynamic-code>"
-_PLACES = struct.Struct("<qqqq")
 
 
 class Progress:
@@ -35,14 +35,15 @@ class Progress:
         fd: A file of `Progress.SIZE` bytes, shared between the supervisor and its producers.
     """
 
-    SIZE = _PLACES.size
+    SIZE = 4 * 8
 
     def __init__(self, fd: int):
-        self._memory = mmap.mmap(fd, _PLACES.size)
+        # Each number is stored at once: a death in between leaves the old one or the new one.
+        self._numbers = memoryview(mmap.mmap(fd, self.SIZE)).cast("q")
 
     def clear(self) -> None:
         """Nothing has been produced yet, nor asked for."""
-        _PLACES.pack_into(self._memory, 0, -1, -1, -1, -1)
+        self._numbers[:] = memoryview(array.array("q", [-1] * 4))
 
     @property
     def produced(self) -> tuple[int, int]:
@@ -51,22 +52,24 @@ class Progress:
 
     def read(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Returns the furthest (pass, elements) that were produced, and the furthest from which a producer set out."""
-        values = _PLACES.unpack_from(self._memory, 0)
-        return (values[0], values[1]), (values[2], values[3])
+        pass_, element, first_pass, first_element = self._numbers
+        return (pass_, element), (first_pass, first_element)
 
     def note_produced(self, pass_: int, element: int) -> None:
         """So many elements of this pass are produced."""
-        produced, origin = self.read()
-        _PLACES.pack_into(self._memory, 0, *max(produced, (pass_, element)), *origin)
+        self._note(0, (pass_, element))
 
     def note_origin(self, pass_: int, element: int) -> None:
         """The ranks want this element next: all before it have reached them."""
-        produced, origin = self.read()
-        _PLACES.pack_into(self._memory, 0, *produced, *max(origin, (pass_, element)))
+        self._note(2, (pass_, element))
+
+    def _note(self, at: int, place: tuple[int, int]) -> None:
+        if place > (self._numbers[at], self._numbers[at + 1]):
+            self._numbers[at], self._numbers[at + 1] = place
 
     def close(self) -> None:
         """Lets go of the memory."""
-        self._memory.close()
+        self._numbers.release()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,10 +87,12 @@ class Launch:
         module_path: The rank's `sys.path`.
         control_fd: Where the producer reports, a JSON line each: the pipe's writing end.
         progress_fd: The file of its `Progress`.
+        journal_fd: The file of its `Journal`.
         scratch: Folder for temporary files, which goes with the supervisor.
         restarted: Whether a producer of this feed has died before.
         counts: What is known of earlier epochs: (epoch, elements, steps, dropped).
         pass_lengths: Elements of the passes that ended before, by their number (JSON has text keys only).
+        restored: Where a restored feed sets out, and the digest of what came before: (pass, element, digest).
         left: Ranks that have left, with the steps they trained, by epoch.
         payload: `dataset_fn`, pickled by value where it must be, or a dataset's graph.
         payload_kind: "function" or "graph".
@@ -107,10 +112,12 @@ class Launch:
     module_path: list[str]
     control_fd: int
     progress_fd: int
+    journal_fd: int
     scratch: str
     restarted: bool
     counts: list[list[int]]
     pass_lengths: dict[str, int]
+    restored: list[Any] | None
     left: dict[str, dict[str, int]]
     payload: bytes
     payload_kind: str

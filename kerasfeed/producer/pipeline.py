@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import glob
+import hashlib
 import inspect
 import os
 import random
@@ -49,6 +50,7 @@ _RESOURCES = frozenset(
 )
 # Where datasets that draw have the first of their two seed inputs (tensorflow/core/ops/dataset_ops.cc).
 _SEED_INPUTS = {"ShuffleDataset": 2, "ShuffleDatasetV3": 2, "ShuffleAndRepeatDataset": 2, "RandomDataset": 0}
+_UNSTABLE_ATTRIBUTES = frozenset({"seed", "seed2", "metadata", "f", "token"})
 _CONTEXT_NAMES = ("ctx", "context", "input_context")
 
 
@@ -135,6 +137,36 @@ def seed_graph(data: bytes, seed: int) -> bytes:
     return bytes(graph.SerializeToString())
 
 
+def fingerprint_of(dataset: tf.data.Dataset) -> str:
+    """Returns a hex digest of a dataset's graph, or "" where it can't be had.
+
+    It covers ops, types, shapes and numbers (buffer sizes, batch sizes), in order. It leaves out what differs between
+    two runs of the same script: names, which count upwards, seeds, and texts, among which are the paths of files.
+    """
+    try:
+        graph = graph_pb2.GraphDef.FromString(_graph_of(dataset))
+    except (tf.errors.OpError, NotImplementedError, ValueError):
+        return ""
+    digest = hashlib.sha256()
+    for nodes in (graph.node, *(function.node_def for function in graph.library.function)):
+        seeds: set[str] = set()
+        for node in nodes:
+            if node.op in _SEED_INPUTS:
+                first = _SEED_INPUTS[node.op]
+                seeds.update(name.split(":")[0] for name in node.input[first : first + 2])
+        for node in nodes:
+            digest.update(node.op.encode() + b"\n")
+            for name in sorted(set(node.attr) - _UNSTABLE_ATTRIBUTES):
+                attribute = node.attr[name]
+                # Of a list, and of nothing else that may hold a name or a text.
+                if attribute.WhichOneof("value") in ("type", "shape", "b", "i", "f") or attribute.list.type:
+                    digest.update(name.encode() + attribute.SerializeToString(deterministic=True))
+            if node.op == "Const" and node.name not in seeds and node.attr["dtype"].type != tf.string.as_datatype_enum:
+                digest.update(node.attr["value"].tensor.SerializeToString(deterministic=True))
+        digest.update(b"\n")
+    return digest.hexdigest()
+
+
 def _ops_in(graph: graph_pb2.GraphDef) -> frozenset[str]:
     nodes = [node.op for node in graph.node]
     nodes += [node.op for function in graph.library.function for node in function.node_def]
@@ -207,6 +239,7 @@ class Pipeline:
         seed: The feed's seed.
         restarted: Whether a producer of this feed has died before: its stale cache locks are removed.
         lengths: Elements of the passes that ended under producers before this one.
+        whole: Passes before this one are known to have been produced to their end, in an earlier job.
         log: Called with each warning.
     """
 
@@ -218,6 +251,7 @@ class Pipeline:
         seed: int,
         restarted: bool = False,
         lengths: dict[int, int] | None = None,
+        whole: int = 0,
         log: Callable[[str], None] = print,
     ):
         self._source = source
@@ -240,12 +274,14 @@ class Pipeline:
                     log(f"removing the lock that a dead producer left: {lock}")
                     os.remove(lock)
         self.spec = spec_lib.encode_spec(self._dataset.element_spec)
+        self.fingerprint = fingerprint_of(self._dataset)
         self._claimed = int(self._dataset.cardinality())
         self._iterator: Iterator[Any] | None = None
         self._pass = -1
         self._element = 0
         self._fresh_pass = 0
         self._lengths = dict(lengths or {})
+        self._whole = whole
         self._said_unrepeatable = False
         self._miscounts = False
 
@@ -300,7 +336,8 @@ class Pipeline:
     def _walk(self, iterator: Iterator[Any], pass_: int) -> None:
         """Leaves the dataset in the state in which pass `pass_` left it, if that is possible."""
         next(iterator, None)
-        if not self._traits.cheap_walk and (pass_ in self._lengths or self._claimed >= 0):
+        ends = pass_ < self._whole or pass_ in self._lengths or self._claimed >= 0
+        if ends and not self._traits.cheap_walk:
             for _ in iterator:
                 pass
 
@@ -320,7 +357,14 @@ class Pipeline:
                 "Give it one with assert_cardinality"
             )
 
-    def seek(self, pass_: int, element: int, joined: bool, ended: Callable[[int, int], None]) -> None:
+    def seek(
+        self,
+        pass_: int,
+        element: int,
+        joined: bool,
+        ended: Callable[[int, int], None],
+        skipped: Callable[[int, int, spec_lib.EncodedElement], None] = lambda pass_, element, value: None,
+    ) -> None:
         """Stands at an element, so that `next` yields it.
 
         Args:
@@ -328,6 +372,8 @@ class Pipeline:
             element: The element of that pass. In a joined stream it may lie in a later pass.
             joined: Whether passes follow each other without a gap.
             ended: Called with (pass, elements) for each pass whose end is met.
+            skipped: Called with (pass, index, element) for each element of that pass, and of those that follow it in a
+                joined stream, on the way there.
 
         Raises:
             RuntimeError: The pass has less elements than it had before, or an endless stream is empty.
@@ -340,7 +386,8 @@ class Pipeline:
         to_skip = element - self.standing[1]
         while to_skip > 0:
             try:
-                self._pull()
+                value = self._pull()
+                skipped(self._pass, self._element - 1, spec_lib.encode_element(value))
                 to_skip -= 1
             except EndOfPass as end:
                 ended(end.pass_, end.elements)

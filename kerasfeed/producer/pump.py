@@ -10,38 +10,57 @@ import traceback
 
 from kerasfeed.producer.launch import Progress
 from kerasfeed.producer.pipeline import EndOfPass, Pipeline
-from kerasfeed.producer.window import Produce, Seek, Window
+from kerasfeed.producer.verifier import Mismatch, Verifier
+from kerasfeed.producer.window import FailureKind, Produce, Seek, Window
 
 
-def run(window: Window, pipeline: Pipeline, progress: Progress) -> None:
+def run(window: Window, pipeline: Pipeline, verifier: Verifier, progress: Progress) -> None:
     """Pumps until the window has no more work.
 
     Args:
         window: Where elements go.
         pipeline: Where they come from.
+        verifier: Compares what is produced again with what it was.
         progress: Where it is noted how far the producer has come.
     """
     try:
         while (work := window.wait_for_work()) is not None:
-            _do(work, window, pipeline, progress)
+            _do(work, window, pipeline, verifier, progress)
     except BaseException:
         # Without its pump a window would let all ranks wait for ever.
         window.abandon(f"the producer is broken:\n{traceback.format_exc()}")
         raise
 
 
-def _do(work: Seek | Produce, window: Window, pipeline: Pipeline, progress: Progress) -> None:
+def _do(work: Seek | Produce, window: Window, pipeline: Pipeline, verifier: Verifier, progress: Progress) -> None:
     try:
         if isinstance(work, Seek):
             progress.note_origin(work.pass_, work.element)
-            pipeline.seek(work.pass_, work.element, work.joined, window.note_pass_length)
+
+            def ended(pass_: int, elements: int) -> None:
+                window.note_pass_length(pass_, elements)
+                verifier.ended(pass_, elements)
+
+            verifier.forget_before(window.first_pass)
+            pipeline.seek(work.pass_, work.element, work.joined, ended, verifier.produced)
+            verifier.arrived(work.pass_, work.element)
             return
         element = pipeline.next()
+        pass_, index = pipeline.standing
+        verifier.produced(pass_, index - 1, element)
     except EndOfPass as end:
+        try:
+            verifier.ended(end.pass_, end.elements)
+        except Mismatch as mismatch:
+            window.fail(work.generation, str(mismatch), FailureKind.MISMATCH)
+            return
+        verifier.forget_before(window.first_pass)
         window.end_pass(work.generation, end.pass_, end.elements)
+    except Mismatch as mismatch:
+        window.fail(work.generation, str(mismatch), FailureKind.MISMATCH)
     except (Exception, SystemExit):
         pass_, index = pipeline.standing
         window.fail(work.generation, f"element {index} of pass {pass_} raised:\n{traceback.format_exc()}")
     else:
         window.put(work.generation, element)
-        progress.note_produced(*pipeline.standing)
+        progress.note_produced(pass_, index)

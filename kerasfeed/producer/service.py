@@ -25,7 +25,11 @@ _POLL_SECONDS = 0.5
 _SPARE_WORKERS = 16
 _MAX_MESSAGE = 100_000
 
-_FAILURE_KINDS = {FailureKind.PRODUCER: feed_pb2.Failure.PRODUCER, FailureKind.RANKS: feed_pb2.Failure.RANKS}
+_FAILURE_KINDS = {
+    FailureKind.PRODUCER: feed_pb2.Failure.PRODUCER,
+    FailureKind.MISMATCH: feed_pb2.Failure.MISMATCH,
+    FailureKind.RANKS: feed_pb2.Failure.RANKS,
+}
 
 
 class FeedService:
@@ -48,6 +52,7 @@ class FeedService:
         self._state = threading.Condition()
         self._window: Window | None = None
         self._welcome: feed_pb2.Welcome | None = None
+        self._digest_of: Callable[[int, int], str] = lambda pass_, element: ""
         self._failure: str | None = None
         self._mismatch: str | None = None
         self._conversations: dict[int, _Conversation] = {}
@@ -80,10 +85,16 @@ class FeedService:
         server.start()
         return server, bound
 
-    def ready(self, window: Window, welcome: feed_pb2.Welcome) -> None:
-        """The pipeline is built: ranks are let in."""
+    def ready(self, window: Window, welcome: feed_pb2.Welcome, digest_of: Callable[[int, int], str]) -> None:
+        """The pipeline is built: ranks are let in.
+
+        Args:
+            window: Where steps come from.
+            welcome: What is said to each rank.
+            digest_of: Returns the digest of all elements of a pass before an element; empty if it is not known.
+        """
         with self._state:
-            self._window, self._welcome = window, welcome
+            self._window, self._welcome, self._digest_of = window, welcome, digest_of
             if self._mismatch is not None:
                 window.refuse(self._mismatch)
             self._state.notify_all()
@@ -128,7 +139,7 @@ class FeedService:
             return
         if window is None or welcome is None:
             return
-        conversation = _Conversation(rank, window, context)
+        conversation = _Conversation(rank, window, self._digest_of, context)
         segment = wire.segment_of(proof.segment) if proof.HasField("segment") else None
         with self._state:
             earlier = self._conversations.get(rank)
@@ -188,9 +199,10 @@ class FeedService:
 class _Conversation:
     """What is said with one rank over one connection."""
 
-    def __init__(self, rank: int, window: Window, context: grpc.ServicerContext):
+    def __init__(self, rank: int, window: Window, digest_of: Callable[[int, int], str], context: grpc.ServicerContext):
         self._rank = rank
         self._window = window
+        self._digest_of = digest_of
         self._context = context
         self._outbox: collections.deque[feed_pb2.ProducerMessage] = collections.deque()
         self._over = False
@@ -270,6 +282,15 @@ class _Conversation:
             window.leave(rank, message.leave.error)
         elif kind == "ask_status":
             self._reply(feed_pb2.ProducerMessage(status=status_message(window, rank)))
+        elif kind == "ask_state":
+            pass_, element = window.locate(wire.position_of(message.ask_state.position))
+            state = feed_pb2.State(
+                position=message.ask_state.position,
+                element=element,
+                digest=self._digest_of(pass_, element),
+                **{"pass": pass_},
+            )
+            self._reply(feed_pb2.ProducerMessage(state=state))
         else:
             raise ValueError(f"a {kind} message is not expected here")
 

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from typing import IO, Any
 
 from kerasfeed.errors import ProducerError
+from kerasfeed.producer.digest import Journal
 from kerasfeed.producer.launch import Launch, Progress
 
 _LOG = logging.getLogger("kerasfeed")
@@ -188,9 +189,10 @@ class Supervisor:
         os.ftruncate(progress_fd, Progress.SIZE)
         progress = Progress(progress_fd)
         progress.clear()
+        journal_fd = Journal.create(self._name)
         scratch = tempfile.mkdtemp(prefix="kerasfeed-")
         try:
-            while self._run_child(progress_fd, scratch):
+            while self._run_child(progress_fd, journal_fd, scratch):
                 self._note_death(progress)
                 if self._failure is not None:
                     self._gave_up(self._failure)
@@ -203,10 +205,11 @@ class Supervisor:
         finally:
             progress.close()
             os.close(progress_fd)
+            os.close(journal_fd)
             shutil.rmtree(scratch, ignore_errors=True)
             _alive.discard(self)
 
-    def _run_child(self, progress_fd: int, scratch: str) -> bool:
+    def _run_child(self, progress_fd: int, journal_fd: int, scratch: str) -> bool:
         """Runs one child to its end. Returns whether another one is wanted."""
         control_read, control_write = os.pipe()
         try:
@@ -219,7 +222,7 @@ class Supervisor:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
-                    pass_fds=(control_write, progress_fd),
+                    pass_fds=(control_write, progress_fd, journal_fd),
                     env=_environment(self._launch.seed),
                     start_new_session=True,
                     bufsize=0,
@@ -241,6 +244,7 @@ class Supervisor:
             parent=os.getpid(),
             control_fd=control_write,
             progress_fd=progress_fd,
+            journal_fd=journal_fd,
             scratch=scratch,
             restarted=bool(self._deaths),
             counts=self.counts,

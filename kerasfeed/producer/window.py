@@ -30,9 +30,10 @@ NO_LAST_EPOCH = -1
 
 
 class FailureKind(enum.Enum):
-    """Whose fault it is that no more steps can be delivered."""
+    """Why no more steps can be delivered: the producer, a pipeline that does not repeat itself, or the ranks."""
 
     PRODUCER = "producer"
+    MISMATCH = "mismatch"
     RANKS = "ranks"
 
 
@@ -258,7 +259,8 @@ class Window:
             epoch = self._head.epoch
             count = self._counts.setdefault(epoch, EpochCount())
             self._partial.append(element)
-            count.elements = max(count.elements, self._head.step * self._size + len(self._partial))
+            produced = self._head.step - self._first_step(epoch)
+            count.elements = max(count.elements, produced * self._size + len(self._partial))
             if len(self._partial) < self._size:
                 return
             step = _Step(tuple(self._partial), sum(e.size for e in self._partial))
@@ -266,7 +268,7 @@ class Window:
             self._steps[self._head] = step
             self._bytes += step.size
             self._head = Position(epoch, self._head.step + 1)
-            count.steps = max(count.steps, self._head.step)
+            count.steps = max(count.steps, produced + 1)
             if self._head.step == self._segment.steps_per_epoch:
                 self._end_epoch()
             self._trim()
@@ -291,17 +293,28 @@ class Window:
             self._pass_lengths[pass_] = elements
             self._pass_ended(pass_, elements)
 
-    def fail(self, generation: int, message: str) -> None:
+    def fail(self, generation: int, message: str, kind: FailureKind = FailureKind.PRODUCER) -> None:
         """Says that the next element can't be produced. Steps that are complete are still delivered."""
         with self._lock:
             if generation == self._generation:
-                self._fail(FailureKind.PRODUCER, message, self._head)
+                self._fail(kind, message, self._head)
+
+    @property
+    def first_pass(self) -> int:
+        """The first pass over the dataset of which a rank may still ask for something."""
+        with self._lock:
+            start = self._segment.start
+            acknowledged = min((r.acknowledged for r in self._active()), default=start)
+            return self._locate(max(acknowledged, start))[0] if len(self._ranks) == self._size else 0
+
+    def _first_step(self, epoch: int) -> int:
+        return self._segment.first_step if epoch == self._segment.first_epoch else 0
 
     def _end_epoch(self) -> None:
         assert self._head is not None
         epoch = self._head.epoch
         count = self._counts.setdefault(epoch, EpochCount())
-        count.steps = self._head.step
+        count.steps = self._head.step - self._first_step(epoch)
         count.dropped = len(self._partial)
         count.complete = True
         if self._partial and not self._said_dropped:
@@ -330,7 +343,7 @@ class Window:
         readers = [r for r in self._ranks.values() if r.reader is not None and not r.left]
         if readers and len(self._ranks) == self._size and self._failure is None:
             start = min(r.next for r in readers)
-            if start.epoch < self._segment.first_epoch:
+            if start < self._segment.start:
                 what = f"the producer died while ranks began a fit: one asks for {start}, which lies before it"
                 self._fail(FailureKind.RANKS, f"{what} and can't be produced again")
             else:
@@ -485,7 +498,7 @@ class Window:
                         self._cuts[epoch] = _Cut(rank, left, position)
                     self._go_to(position)
                 elif position < self._head and not self._is_retained(position):
-                    if position.epoch >= self._segment.first_epoch:
+                    if position >= self._segment.start:
                         self._go_to(position)
                     else:
                         what = f"rank {rank} asks again for {position}, which lies before the present fit"
@@ -556,24 +569,38 @@ class Window:
 
     def _resolve(self, position: Position, fit_steps: int | None) -> tuple[Segment, Position]:
         current = self._segment
-        if position.epoch < current.first_epoch:
-            return current, Position(current.first_epoch, 0)
+        if position < current.start:
+            return current, current.start
         steps = fit_steps if fit_steps is not None else self._own_steps
-        realign = fit_steps is not None and position.step > 0
+        # A fit that was restored inside an epoch ends that epoch; one that follows another begins one of its own.
+        realign = fit_steps is not None and position.step > 0 and position != current.start
         if steps == current.steps_per_epoch and not realign:
             return current, position
         start = position if position.step == 0 else Position(position.epoch + 1, 0)
-        pass_, element = current.locate(position, self._size)
+        return Segment(start.epoch, *self._locate(position), steps), start
+
+    def locate(self, position: Position) -> tuple[int, int]:
+        """Returns (pass, element) of what is trained first at `position`.
+
+        Raises:
+            ValueError: It lies before the present segment.
+        """
+        with self._lock:
+            return self._locate(position)
+
+    def _locate(self, position: Position) -> tuple[int, int]:
+        pass_, element = self._segment.locate(position, self._size)
         claimed = self._cardinality if self._cardinality > 0 else element + 1
         while element and element >= (length := self._pass_lengths.get(pass_, claimed)):
             element -= length
             pass_ += 1
-        return Segment(start.epoch, pass_, element, steps), start
+        return pass_, element
 
     def _close_epoch(self, position: Position) -> None:
         """Ends an epoch where a `fit` broke off and the next one starts an epoch of its own."""
         count = self._counts.setdefault(position.epoch, EpochCount())
-        count.elements, count.steps, count.dropped = position.step * self._size, position.step, 0
+        count.steps, count.dropped = position.step - self._first_step(position.epoch), 0
+        count.elements = count.steps * self._size
         count.complete = True
         self._ends[position.epoch] = position.step
         self._epoch_ended(position.epoch, count)

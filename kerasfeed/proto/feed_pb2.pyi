@@ -15,16 +15,18 @@ class Position(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
 
 class Segment(_message.Message):
-    __slots__ = ("first_epoch", "origin_pass", "origin_element", "steps_per_epoch")
+    __slots__ = ("first_epoch", "origin_pass", "origin_element", "steps_per_epoch", "first_step")
     FIRST_EPOCH_FIELD_NUMBER: _ClassVar[int]
     ORIGIN_PASS_FIELD_NUMBER: _ClassVar[int]
     ORIGIN_ELEMENT_FIELD_NUMBER: _ClassVar[int]
     STEPS_PER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    FIRST_STEP_FIELD_NUMBER: _ClassVar[int]
     first_epoch: int
     origin_pass: int
     origin_element: int
     steps_per_epoch: int
-    def __init__(self, first_epoch: _Optional[int] = ..., origin_pass: _Optional[int] = ..., origin_element: _Optional[int] = ..., steps_per_epoch: _Optional[int] = ...) -> None: ...
+    first_step: int
+    def __init__(self, first_epoch: _Optional[int] = ..., origin_pass: _Optional[int] = ..., origin_element: _Optional[int] = ..., steps_per_epoch: _Optional[int] = ..., first_step: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("protocol", "feed", "rank", "nonce")
@@ -111,8 +113,14 @@ class AskStatus(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class AskState(_message.Message):
+    __slots__ = ("position",)
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    position: Position
+    def __init__(self, position: _Optional[_Union[Position, _Mapping]] = ...) -> None: ...
+
 class RankMessage(_message.Message):
-    __slots__ = ("hello", "proof", "read", "progress", "bind", "leave", "ask_status")
+    __slots__ = ("hello", "proof", "read", "progress", "bind", "leave", "ask_status", "ask_state")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PROOF_FIELD_NUMBER: _ClassVar[int]
     READ_FIELD_NUMBER: _ClassVar[int]
@@ -120,6 +128,7 @@ class RankMessage(_message.Message):
     BIND_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
     ASK_STATUS_FIELD_NUMBER: _ClassVar[int]
+    ASK_STATE_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     proof: Proof
     read: Read
@@ -127,7 +136,8 @@ class RankMessage(_message.Message):
     bind: Bind
     leave: Leave
     ask_status: AskStatus
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., proof: _Optional[_Union[Proof, _Mapping]] = ..., read: _Optional[_Union[Read, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., bind: _Optional[_Union[Bind, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., ask_status: _Optional[_Union[AskStatus, _Mapping]] = ...) -> None: ...
+    ask_state: AskState
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., proof: _Optional[_Union[Proof, _Mapping]] = ..., read: _Optional[_Union[Read, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., bind: _Optional[_Union[Bind, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., ask_status: _Optional[_Union[AskStatus, _Mapping]] = ..., ask_state: _Optional[_Union[AskState, _Mapping]] = ...) -> None: ...
 
 class Challenge(_message.Message):
     __slots__ = ("nonce", "proof")
@@ -138,16 +148,31 @@ class Challenge(_message.Message):
     def __init__(self, nonce: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("spec", "cardinality", "seed", "segment")
+    __slots__ = ("spec", "cardinality", "seed", "segment", "elements", "fingerprint")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     CARDINALITY_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    ELEMENTS_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     spec: bytes
     cardinality: int
     seed: int
     segment: Segment
-    def __init__(self, spec: _Optional[bytes] = ..., cardinality: _Optional[int] = ..., seed: _Optional[int] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ...) -> None: ...
+    elements: int
+    fingerprint: str
+    def __init__(self, spec: _Optional[bytes] = ..., cardinality: _Optional[int] = ..., seed: _Optional[int] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., elements: _Optional[int] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+
+class State(_message.Message):
+    __slots__ = ("position", "element", "digest")
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    PASS_FIELD_NUMBER: _ClassVar[int]
+    ELEMENT_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    position: Position
+    element: int
+    digest: str
+    def __init__(self, position: _Optional[_Union[Position, _Mapping]] = ..., element: _Optional[int] = ..., digest: _Optional[str] = ..., **kwargs) -> None: ...
 
 class Component(_message.Message):
     __slots__ = ("shape", "offset", "length")
@@ -202,9 +227,11 @@ class Failure(_message.Message):
         PRODUCER: _ClassVar[Failure.Kind]
         RANKS: _ClassVar[Failure.Kind]
         REFUSED: _ClassVar[Failure.Kind]
+        MISMATCH: _ClassVar[Failure.Kind]
     PRODUCER: Failure.Kind
     RANKS: Failure.Kind
     REFUSED: Failure.Kind
+    MISMATCH: Failure.Kind
     KIND_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     kind: Failure.Kind
@@ -244,7 +271,7 @@ class Status(_message.Message):
     def __init__(self, waiting_for: _Optional[str] = ..., epochs: _Optional[_Iterable[_Union[EpochStatistics, _Mapping]]] = ...) -> None: ...
 
 class ProducerMessage(_message.Message):
-    __slots__ = ("challenge", "welcome", "chunk", "end", "bound", "failure", "status")
+    __slots__ = ("challenge", "welcome", "chunk", "end", "bound", "failure", "status", "state")
     CHALLENGE_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
@@ -252,6 +279,7 @@ class ProducerMessage(_message.Message):
     BOUND_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
     challenge: Challenge
     welcome: Welcome
     chunk: Chunk
@@ -259,4 +287,5 @@ class ProducerMessage(_message.Message):
     bound: Bound
     failure: Failure
     status: Status
-    def __init__(self, challenge: _Optional[_Union[Challenge, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., bound: _Optional[_Union[Bound, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ...) -> None: ...
+    state: State
+    def __init__(self, challenge: _Optional[_Union[Challenge, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., bound: _Optional[_Union[Bound, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., state: _Optional[_Union[State, _Mapping]] = ...) -> None: ...

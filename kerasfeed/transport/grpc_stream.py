@@ -21,7 +21,7 @@ import grpc
 import numpy as np
 
 from kerasfeed import auth, interrupt, spec, wire
-from kerasfeed.errors import FeedClosedError, FeedError, FeedInterrupted, ProducerError, RankError
+from kerasfeed.errors import FeedClosedError, FeedError, FeedInterrupted, ProducerError, RankError, ReplayMismatchError
 from kerasfeed.proto import feed_pb2
 from kerasfeed.rendezvous import Address
 from kerasfeed.schedule import Position, Segment
@@ -45,6 +45,7 @@ _ERRORS: dict[int, type[FeedError]] = {
     feed_pb2.Failure.PRODUCER: ProducerError,
     feed_pb2.Failure.RANKS: RankError,
     feed_pb2.Failure.REFUSED: FeedError,
+    feed_pb2.Failure.MISMATCH: ReplayMismatchError,
 }
 
 
@@ -140,6 +141,8 @@ class Connection:
         self._bound: feed_pb2.Bound | None = None
         self._status: feed_pb2.Status | None = None
         self._statuses = 0
+        self._state: feed_pb2.State | None = None
+        self._asked: Position | None = None
         self._error: FeedError | None = None
         self._closed = False
         self._leaving = False
@@ -263,6 +266,16 @@ class Connection:
                     return None
             return self._status if self._statuses != before else None
 
+    def state(self, position: Position) -> feed_pb2.State:
+        """Returns what the producer knows of the stream at `position`."""
+        with self._changed:
+            self._state, self._asked = None, position
+            self._send_asked()
+        state = self._wait(f"what the producer knows of {position}", lambda: self._state)
+        with self._changed:
+            self._asked = None
+        return state
+
     def close(self, error: str = "") -> None:
         """Takes leave of the producer and ends the receiver. Waits that are under way raise `FeedClosedError`."""
         with self._changed:
@@ -340,6 +353,10 @@ class Connection:
     def _send(self, **kind: Any) -> None:
         if self._outgoing is not None:
             self._outgoing.put(feed_pb2.RankMessage(**kind))
+
+    def _send_asked(self) -> None:
+        if self._asked is not None:
+            self._send(ask_state=feed_pb2.AskState(position=wire.position_message(self._asked)))
 
     def _send_read(self) -> None:
         reader = self._reader
@@ -524,6 +541,9 @@ class Connection:
                     self._bound = message.bound
             elif kind == "status":
                 self._status, self._statuses = message.status, self._statuses + 1
+            elif kind == "state":
+                if wire.position_of(message.state.position) == self._asked:
+                    self._state = message.state
             elif kind == "failure":
                 error = _ERRORS[message.failure.kind](f"feed {self._identity.feed!r}: {message.failure.message}")
                 if self._reader is not None:
@@ -545,6 +565,7 @@ class Connection:
         self._doing = ""
         if self._bind is not None:
             self._send(bind=self._bind)
+        self._send_asked()
         if self._reader is not None:
             self._reader.block = None
             self._send_read()

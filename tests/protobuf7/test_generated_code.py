@@ -23,7 +23,7 @@ def _load():
 pb = _load()
 
 POSITION = {"epoch": 3, "step": 2**40}
-SEGMENT = {"first_epoch": 1, "origin_pass": 2, "origin_element": 3, "steps_per_epoch": 4}
+SEGMENT = {"first_epoch": 1, "origin_pass": 2, "origin_element": 3, "steps_per_epoch": 4, "first_step": 5}
 MESSAGES = {
     "Position": POSITION,
     "Segment": SEGMENT,
@@ -50,7 +50,14 @@ MESSAGES = {
     "Leave": {"error": "Ctrl-C"},
     "AskStatus": {},
     "Challenge": {"nonce": b"n" * 32, "proof": b"p" * 32},
-    "Welcome": {"spec": b"{}", "cardinality": -2, "seed": 2**31 - 1, "segment": SEGMENT},
+    "Welcome": {
+        "spec": b"{}",
+        "cardinality": -2,
+        "seed": 2**31 - 1,
+        "segment": SEGMENT,
+        "elements": -1,
+        "fingerprint": "ab12",
+    },
     "Component": {"shape": [0, 2**33, 3], "offset": 64, "length": 12},
     "Chunk": {
         "reader": 1,
@@ -60,6 +67,8 @@ MESSAGES = {
         "offset": 2**32,
         "data": bytes(range(256)),
     },
+    "AskState": {"position": POSITION},
+    "State": {"position": POSITION, "pass": 1, "element": 2, "digest": "0f"},
     "End": {"reader": 1, "epoch": 2, "steps": 3},
     "Bound": {"binding": 1, "segment": SEGMENT, "position": POSITION},
     "Failure": {"kind": "REFUSED", "message": "no"},
@@ -83,6 +92,7 @@ KINDS = {
         "bind": "Bind",
         "leave": "Leave",
         "ask_status": "AskStatus",
+        "ask_state": "AskState",
     },
     "ProducerMessage": {
         "challenge": "Challenge",
@@ -92,6 +102,7 @@ KINDS = {
         "bound": "Bound",
         "failure": "Failure",
         "status": "Status",
+        "state": "State",
     },
 }
 
@@ -177,4 +188,4 @@ def test_a_map_is_changed_like_a_dictionary():
 
 
 def test_failure_kinds_have_the_numbers_of_the_proto():
-    assert dict(pb.Failure.Kind.items()) == {"PRODUCER": 0, "RANKS": 1, "REFUSED": 2}
+    assert dict(pb.Failure.Kind.items()) == {"PRODUCER": 0, "RANKS": 1, "REFUSED": 2, "MISMATCH": 3}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kerasfeed.schedule import Place, Position, Segment, dropped_in, element_at, place_of, steps_in
+from kerasfeed.schedule import Place, Position, Segment, dropped_in, element_at, place_of, resumed_step, steps_in
 
 sizes = st.integers(1, 17)
 firsts = st.integers(0, 500)
@@ -82,7 +82,6 @@ def test_in_pass_mode_each_epoch_is_the_next_pass(epoch, first_epoch, origin_pas
         origin_pass + epoch,
         element_at(step, 0, size, first),
     )
-    assert segment.first_element(first_epoch + epoch) == first
 
 
 @given(
@@ -117,3 +116,35 @@ def test_an_epoch_without_steps_is_refused_with_its_value(steps):
 def test_a_position_before_the_segment_is_refused_with_both_epochs(steps):
     with pytest.raises(ValueError, match="epoch 2, step 1 lies before this segment, which starts at epoch 3"):
         Segment(first_epoch=3, steps_per_epoch=steps).locate(Position(2, 1), size=2)
+
+
+@given(
+    element=st.integers(0, 500),
+    elements=st.integers(1, 500),
+    size=st.integers(1, 9),
+    steps=st.none() | st.integers(1, 40),
+    epoch=st.integers(0, 5),
+)
+def test_a_restored_segment_starts_with_its_element_and_later_epochs_are_whole(element, elements, size, steps, epoch):
+    element = min(element, elements)
+    step = resumed_step(element, 7, elements, size, steps, same_size=False)
+    segment = Segment(epoch, 3, element, steps, step)
+    assert segment.start == Position(epoch, step)
+    assert segment.locate(segment.start, size) == (3, element)
+    assert segment.locate(Position(epoch, step + 2), size) == (3, element + 2 * size)
+    if steps is None:
+        # The resumed epoch ends with the same number of steps as every other.
+        assert step + steps_in(elements, size, element) == steps_in(elements, size)
+        assert segment.locate(Position(epoch + 1, 2), size) == (4, 2 * size)
+    else:
+        assert step == 7
+    if step:
+        with pytest.raises(ValueError, match="before this segment"):
+            segment.locate(Position(epoch, step - 1), size)
+
+
+def test_a_step_keeps_its_number_where_the_number_of_ranks_is_the_same():
+    assert resumed_step(14, 7, 41, 2, None, same_size=True) == 7
+    # 41 elements make 13 steps of 3 ranks; 27 of them are left, which make 9.
+    assert resumed_step(14, 7, 41, 3, None, same_size=False) == 4
+    assert resumed_step(14, 7, -2, 3, None, same_size=False) == 4

@@ -1,0 +1,331 @@
+"""`BackupAndRestore`: training that was killed goes on where its backup stood: weights, optimizer, data and all.
+
+Saving waits until every other callback has had its turn: what `on_train_batch_end` calls for is written when the next
+batch begins, or the next epoch, or when training ends. Restoring happens once in a `fit`, when the first of the
+callbacks that need it begins: the order of callbacks in the list does not matter.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from tensorflow import keras
+
+from kerasfeed.backup import Backup, BackupFolder
+from kerasfeed.callbacks import model_state
+from kerasfeed.callbacks.keras_loop import KerasLoop
+from kerasfeed.collective import broadcast_bytes, gather_bytes
+from kerasfeed.errors import StateError
+from kerasfeed.feeder import DataFeeder
+from kerasfeed.schedule import Position
+from kerasfeed.state import FeedState
+
+_LOG = logging.getLogger("kerasfeed")
+_WRITER = 0
+# Which `fit` calls with this folder have come to their end in this process, by its path.
+_ended: dict[str, int] = {}
+
+
+class BackupAndRestore(keras.callbacks.Callback):
+    """Saves all that training needs to go on, and restores it when the script is started again.
+
+    A backup holds the weights, the optimizer, the epoch and the step, where the data stand, what is each rank's own
+    (statistics of BatchNormalization, random generators, metrics), and what Keras's callbacks remember. It is written
+    by rank 0, whole or not at all. When the same script starts again, `fit` goes on from there, inside an epoch too,
+    on all ranks, also if there are more or fewer of them. Use it on all ranks, together with `FeedCallback`, in any
+    order.
+
+    Example:
+
+    ```python
+    model.fit(feeder, epochs=10, callbacks=[
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+        kerasfeed.callbacks.FeedCallback(feeder),
+        kerasfeed.callbacks.BackupAndRestore(feeder, "backup/", save_freq=500),
+    ])
+    ```
+
+    Args:
+        feeders: The `DataFeeder` that `fit` trains from, or a list of it and others whose position is to be kept, such
+            as that of the validation data.
+        backup_dir: Folder for backups, which nothing else uses. Only rank 0 needs it if Horovod connects the ranks;
+            else all ranks must see it.
+        save_freq: `"epoch"`, the default: at the end of each epoch. Or an int: after so many batches, counted over all
+            epochs.
+        double_checkpoint: Whether the backup before the newest one is kept too. Default `False`.
+        delete_checkpoint: Whether the backups are deleted when training ends. Default `True`.
+
+    Raises:
+        TypeError: `feeders` holds something else than `DataFeeder`s.
+        ValueError: `save_freq` is neither `"epoch"` nor an int of at least 1.
+        StateError: In `fit`: the backup is damaged, or belongs to another model or feed.
+    """
+
+    def __init__(
+        self,
+        feeders: DataFeeder | Sequence[DataFeeder],
+        backup_dir: str | os.PathLike[str],
+        save_freq: str | int = "epoch",
+        double_checkpoint: bool = False,
+        delete_checkpoint: bool = True,
+    ):
+        super().__init__()
+        self._feeders = [feeders] if isinstance(feeders, DataFeeder) else list(feeders)
+        for feeder in self._feeders:
+            if not isinstance(feeder, DataFeeder):
+                raise TypeError(f"BackupAndRestore: feeders must be DataFeeders. Received: {type(feeder).__name__}")
+        names = [feeder.name for feeder in self._feeders]
+        if not names or len(set(names)) < len(names):
+            raise ValueError(
+                f"BackupAndRestore: feeders must be at least one, with names of their own. Received: {names}"
+            )
+        whole = isinstance(save_freq, int) and not isinstance(save_freq, bool)
+        if save_freq != "epoch" and not (whole and int(save_freq) >= 1):
+            raise ValueError(
+                f'BackupAndRestore: save_freq must be "epoch" or an int of at least 1. Received: {save_freq!r}'
+            )
+        self._folder = BackupFolder(backup_dir, keep=2 if double_checkpoint else 1)
+        self._path = os.path.realpath(backup_dir)
+        self._save_freq = save_freq
+        self._delete = delete_checkpoint
+        self._loop: KerasLoop | None = None
+        self._memory: list[Any] = []
+        self._late_metrics: bytes | None = None
+        self._begun = False
+        self._resumed_epoch: int | None = None
+        self._epoch = 0
+        self._step = 0
+        self._batches = 0
+        self._pending = False
+
+    # ---- Restoring ----
+
+    def begin(self, model: Any) -> int | None:
+        """Restores what there is, at the first call in a `fit`. Returns the Keras epoch it goes on in, or `None`.
+
+        `FeedCallback` calls it as well: the feed must be restored before it is bound to the `fit`.
+        """
+        if not self._begun:
+            self._begun = True
+            self._loop = KerasLoop.find(model, "fit")
+            self._epoch = self._step = self._batches = 0
+            self._pending = False
+            self._memory, self._late_metrics = [], None
+            self._resumed_epoch = self._restore(model)
+        return self._resumed_epoch
+
+    def _restore(self, model: Any) -> int | None:
+        state = model_state.ModelState(model)
+        unsaved = state.unsaved_generators()
+        if unsaved:
+            _LOG.warning(
+                "BackupAndRestore: Keras can't save the random state of %s: a restored training draws other numbers "
+                "there. Call keras.backend.experimental.enable_tf_random_generator() before the model is built",
+                ", ".join(unsaved),
+            )
+        parts = self._load()
+        if parts is None:
+            return None
+        info = json.loads(parts["info"])
+        fit = _ended.get(self._path, 0)
+        if info["fit"] != fit:
+            if info["fit"] > fit:
+                # This fit was over when the backup was made, in the next one.
+                return self._skip(model)
+            return None
+        state.build(self._feeders[0].element_spec)
+        state.unpack(parts["shared"], model_state.SHARED)
+        self._restore_own(state, parts, info["size"])
+        for feeder in self._feeders:
+            name = f"feed-{feeder.name}"
+            if name not in parts:
+                raise StateError(
+                    f"the backup in {self._path} has nothing of feed {feeder.name!r}; it has "
+                    f"{', '.join(sorted(n.removeprefix('feed-') for n in parts if n.startswith('feed-')))}"
+                )
+            position = feeder.session.restore(FeedState.from_bytes(parts[name]))
+            _LOG.info("feed %r: restored at %s", feeder.name, position)
+        self._memory, self._batches = info["memory"], info["batches"]
+        self._epoch, self._step = info["epoch"], self._resumed_step(info)
+        self._set_counters(model, self._epoch, self._step)
+        return self._epoch
+
+    def _restore_own(self, state: model_state.ModelState, parts: dict[str, bytes], size: int) -> None:
+        rank, now = self._topology.rank, self._topology.size
+        known = rank < size and f"own-{rank}" in parts
+        own = parts[f"own-{rank}"] if known else parts[f"own-{_WRITER}"]
+        if known:
+            state.unpack(own, ("statistics", "generators"))
+        else:
+            state.unpack(own, ("statistics",))
+        if now != size and rank == _WRITER:
+            _LOG.warning(
+                "BackupAndRestore: the backup is of %d ranks, now there are %d: ranks that are new start with random "
+                "generators of their own and with the statistics of rank %d",
+                size,
+                now,
+                _WRITER,
+            )
+        # Keras resets metrics when an epoch begins, and makes some of them only with the first batch.
+        self._late_metrics = own
+
+    def _resumed_step(self, info: dict[str, Any]) -> int:
+        start: Position = self._feeders[0].session.cursor.acknowledged
+        return int(info["step"]) if self._topology.size == info["size"] else start.step
+
+    def _skip(self, model: Any) -> int:
+        loop = self._loop
+        epochs = loop.last_epoch if loop is not None else 0
+        _LOG.info("BackupAndRestore: this fit was over when the backup in %s was made", self._path)
+        self._set_counters(model, epochs, 0)
+        return epochs
+
+    def _set_counters(self, model: Any, epoch: int, step: int) -> None:
+        if hasattr(model, "_training_state"):
+            model._training_state = _Counters(model, epoch, step)
+        else:
+            model._initial_epoch = epoch
+
+    def _load(self) -> dict[str, bytes] | None:
+        """Returns all parts of the newest backup, the same on all ranks."""
+        topology = self._topology
+        together = topology.size > 1 and topology.meeting_dir is None
+        parts: dict[str, bytes] | None = None
+        failure = ""
+        if not together or topology.rank == _WRITER:
+            try:
+                backup = self._folder.newest()
+                parts = _read_all(backup) if backup is not None else None
+            except (StateError, OSError) as error:
+                if not together:
+                    raise
+                failure = str(error)
+        if not together:
+            return parts
+        # All ranks must take the same one, and raise the same error: what each of them sees may differ.
+        payload = {"failure": failure, "names": sorted(parts) if parts is not None else None}
+        head = json.loads(broadcast_bytes(json.dumps(payload).encode(), _WRITER, "kerasfeed.backup"))
+        if head["failure"]:
+            raise StateError(head["failure"])
+        if head["names"] is None:
+            return None
+        mine = parts or {}
+        return {
+            name: broadcast_bytes(mine.get(name, b""), _WRITER, f"kerasfeed.backup.{name}") for name in head["names"]
+        }
+
+    # ---- Saving ----
+
+    def _save(self, model: Any) -> None:
+        self._pending = False
+        topology = self._topology
+        state = model_state.ModelState(model)
+        own = state.pack(model_state.OWN)
+        together = topology.size > 1 and topology.meeting_dir is None
+        owns = gather_bytes(own, "kerasfeed.backup.own") if together else [own]
+        if topology.rank != _WRITER:
+            return
+        info = {
+            "fit": _ended.get(self._path, 0),
+            "epoch": self._epoch,
+            "step": self._step,
+            "batches": self._batches,
+            "size": topology.size,
+            "memory": model_state.memory_of(self._callbacks()),
+        }
+        parts: dict[str, Any] = {"info": json.dumps(info).encode(), "shared": state.pack(model_state.SHARED)}
+        parts.update({f"own-{rank}": data for rank, data in enumerate(owns)})
+        for feeder in self._feeders:
+            parts[f"feed-{feeder.name}"] = feeder.state().to_bytes()
+        self._folder.write(parts, {key: info[key] for key in ("fit", "epoch", "step", "size")})
+
+    def _callbacks(self) -> list[Any]:
+        return self._loop.callbacks if self._loop is not None else []
+
+    @property
+    def _topology(self) -> Any:
+        return self._feeders[0].topology
+
+    # ---- Hooks ----
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Restores the newest backup, if there is one."""
+        self.begin(self.model)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Writes the backup of the epoch before, now that all callbacks had their turn."""
+        if self._resumed_epoch is not None and epoch == self._resumed_epoch:
+            model_state.remember(self._callbacks(), self._memory)
+            if self._late_metrics is not None and self._step:
+                self._restore_metrics()
+        else:
+            self._step = 0
+        self._epoch = epoch
+        if self._pending:
+            self._save(self.model)
+
+    def _restore_metrics(self) -> None:
+        state = model_state.ModelState(self.model)
+        assert self._late_metrics is not None
+        if len(state.variables("metrics")) == model_state.count(self._late_metrics, "metrics"):
+            state.unpack(self._late_metrics, ("metrics",))
+            self._late_metrics = None
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Writes the backup that the batch before called for."""
+        if self._pending:
+            self._save(self.model)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Counts batches; the backup is written when all callbacks had their turn."""
+        if self._late_metrics is not None and self._step and self._resumed_epoch == self._epoch:
+            # Metrics that Keras has made just now, with the first batch: they add up what they saw.
+            model_state.ModelState(self.model).unpack(self._late_metrics, ("metrics",), add=True)
+        self._late_metrics = None
+        steps = self._loop.steps_per_call if self._loop is not None else 1
+        self._step += steps
+        before, self._batches = self._batches, self._batches + steps
+        if self._save_freq != "epoch":
+            freq = int(self._save_freq)
+            self._pending = self._pending or before // freq < self._batches // freq
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Calls for the backup of this epoch."""
+        self._epoch, self._step = epoch + 1, 0
+        if self._save_freq == "epoch":
+            self._pending = True
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Deletes the backups, or writes the last one."""
+        self._begun = False
+        model = self.model
+        for name in ("_training_state", "_initial_epoch"):
+            if getattr(model, name, None) is not None:
+                setattr(model, name, None)
+        if self._topology.rank == _WRITER and self._delete:
+            self._folder.delete()
+        elif self._pending and not self._delete:
+            self._save(model)
+        self._pending = False
+        _ended[self._path] = _ended.get(self._path, 0) + 1
+
+
+class _Counters:
+    """Where Keras 2 is to begin: it asks what it takes for the state of its own `BackupAndRestore`."""
+
+    def __init__(self, model: Any, epoch: int, step: int):
+        self._model = model
+        self._counters = epoch, step
+
+    def maybe_load_initial_counters_from_ckpt(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        # Only this fit is to begin there.
+        self._model._training_state = None
+        return self._counters
+
+
+def _read_all(backup: Backup) -> dict[str, bytes]:
+    return {name: backup.read(name) for name in backup.names}

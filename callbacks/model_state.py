@@ -1,0 +1,202 @@
+"""What a Keras model has learnt and what its ranks own, as bytes and back: variables, generators, memory of callbacks.
+
+No pickle, and none of Keras's file formats: each of those leaves out something that exact resuming needs (the state of
+random generators, the optimizer, or metrics). Variables are matched by their order, as names count upwards within a
+process.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from kerasfeed.errors import StateError
+
+_LOG = logging.getLogger("kerasfeed")
+_LENGTH = struct.Struct("<Q")
+SHARED = ("weights", "optimizer")
+OWN = ("statistics", "generators", "metrics")
+# Attributes of Keras's callbacks that decide what they do next, by class name (keras/src/callbacks/).
+_MEMORY = {
+    "EarlyStopping": ("wait", "stopped_epoch", "best", "best_epoch"),
+    "ReduceLROnPlateau": ("wait", "best", "cooldown_counter"),
+    "ModelCheckpoint": ("best", "epochs_since_last_save", "_batches_seen_since_last_saving"),
+}
+
+
+class ModelState:
+    """The variables of a compiled model, in groups.
+
+    `weights` and `optimizer` are the same on all ranks; `statistics` (of BatchNormalization and the like), `generators`
+    (of Dropout and the like) and `metrics` are each rank's own.
+
+    Args:
+        model: A compiled model that is built.
+    """
+
+    def __init__(self, model: Any):
+        self._model = model
+
+    def variables(self, group: str) -> list[Any]:
+        """Returns the variables of a group, in the order in which the model holds them."""
+        model = self._model
+        if group == "weights":
+            return list(model.trainable_variables)
+        if group == "optimizer":
+            return _listed(model.optimizer.variables)
+        if group == "metrics":
+            return [variable for metric in model.metrics for variable in metric.variables]
+        # Keras 3 holds the states of its generators among the model's variables, Keras 2 keeps them in the layers.
+        trainable = {id(variable) for variable in model.trainable_variables}
+        others = [v for v in _listed(model.variables) if id(v) not in trainable]
+        generators = [v for v in others if "seed_generator_state" in getattr(v, "path", "")]
+        if group == "statistics":
+            known = {id(v) for v in generators}
+            return [v for v in others if id(v) not in known]
+        return generators + [generator.state for generator in self._layer_generators()]
+
+    def _layer_generators(self) -> list[tf.random.Generator]:
+        found = []
+        for layer in self._layers():
+            generator = getattr(getattr(layer, "_random_generator", None), "_generator", None)
+            if isinstance(generator, tf.random.Generator):
+                found.append(generator)
+        return found
+
+    def unsaved_generators(self) -> list[str]:
+        """Returns the names of layers whose random state nothing can bring back: those of Keras 2 by default."""
+        return [
+            layer.name
+            for layer in self._layers()
+            if getattr(layer, "_random_generator", None) is not None
+            and hasattr(layer._random_generator, "_rng_type")
+            and not isinstance(getattr(layer._random_generator, "_generator", None), tf.random.Generator)
+        ]
+
+    def _layers(self) -> Iterable[Any]:
+        flatten = getattr(self._model, "_flatten_layers", None)
+        return flatten() if flatten is not None else ()
+
+    def build(self, element_spec: Any) -> None:
+        """Lets the model and its optimizer make their variables, if they have not.
+
+        Raises:
+            StateError: The model can't be built from what it is fed.
+        """
+        model = self._model
+        if not model.built:
+            inputs = element_spec[0] if isinstance(element_spec, tuple) else element_spec
+            try:
+                model.build(tf.nest.map_structure(lambda spec: spec.shape, inputs))
+            except Exception as error:
+                raise StateError(
+                    f"the model can't be built from its inputs ({inputs}) to restore a backup: {error}. "
+                    "Build it before fit"
+                ) from error
+        optimizer = model.optimizer
+        if not getattr(optimizer, "built", False) and hasattr(optimizer, "build"):
+            with tf.init_scope():
+                optimizer.build(list(model.trainable_variables))
+
+    def pack(self, groups: Sequence[str]) -> bytes:
+        """Returns the values of these groups."""
+        index, data = [], []
+        for group in groups:
+            for variable in self.variables(group):
+                value = np.asarray(variable.numpy())
+                index.append([group, _name_of(variable), tf.as_dtype(value.dtype).name, list(value.shape)])
+                data.append(value.tobytes())
+        text = json.dumps(index).encode()
+        return b"".join([_LENGTH.pack(len(text)), text, *data])
+
+    def unpack(self, data: bytes, groups: Sequence[str], add: bool = False) -> None:
+        """Gives the variables of these groups the values that `pack` took. All are compared before one is changed.
+
+        Args:
+            data: What `pack` returned, perhaps with other groups.
+            groups: The groups to bring back.
+            add: Whether the values are added to what is there.
+
+        Raises:
+            StateError: They are another model's.
+        """
+        values: dict[str, list[tuple[str, np.ndarray[Any, Any]]]] = {group: [] for group in groups}
+        size = _LENGTH.unpack_from(data)[0]
+        at = _LENGTH.size + size
+        for group, name, dtype, shape in json.loads(data[_LENGTH.size : at]):
+            kind = np.dtype(tf.as_dtype(dtype).as_numpy_dtype)
+            count = math.prod(shape)
+            if group in values:
+                values[group].append((name, np.frombuffer(data, kind, count, at).reshape(shape)))
+            at += count * kind.itemsize
+        pairs = []
+        for group, saved in values.items():
+            variables = self.variables(group)
+            if len(variables) != len(saved):
+                raise StateError(
+                    f"the backup is another model's: expected {len(variables)} variables of {group}, it has "
+                    f"{len(saved)}. Build and compile the same model, or use another backup_dir"
+                )
+            for variable, (name, value) in zip(variables, saved, strict=True):
+                if tuple(variable.shape) != value.shape or tf.as_dtype(variable.dtype) != tf.as_dtype(value.dtype):
+                    raise StateError(
+                        f"the backup is another model's: the model's {_name_of(variable)} has shape "
+                        f"{tuple(variable.shape)} and type {tf.as_dtype(variable.dtype).name}, the backup's {name} has "
+                        f"{value.shape} and {tf.as_dtype(value.dtype).name}"
+                    )
+                pairs.append((variable, value))
+        for variable, value in pairs:
+            variable.assign(variable.numpy() + value if add else value)
+
+
+def count(data: bytes, group: str) -> int:
+    """Returns how many variables of a group `ModelState.pack` wrote."""
+    size = _LENGTH.unpack_from(data)[0]
+    return sum(entry[0] == group for entry in json.loads(data[_LENGTH.size : _LENGTH.size + size]))
+
+
+def _listed(variables: Any) -> list[Any]:
+    return list(variables() if callable(variables) else variables)
+
+
+def _name_of(variable: Any) -> str:
+    return str(getattr(variable, "path", None) or variable.name)
+
+
+def memory_of(callbacks: Sequence[Any]) -> list[Any]:
+    """Returns what Keras's own callbacks remember, as JSON values: [class name, {attribute: value}] of each."""
+    memory = []
+    for callback in callbacks:
+        name = type(callback).__name__
+        if name in _MEMORY:
+            found = {a: _number(getattr(callback, a)) for a in _MEMORY[name] if hasattr(callback, a)}
+            memory.append([name, found])
+            if getattr(callback, "restore_best_weights", False):
+                _LOG.warning(
+                    "BackupAndRestore: the weights that EarlyStopping(restore_best_weights=True) holds are not part of "
+                    "a backup. After a restore it knows only those that come later"
+                )
+    return memory
+
+
+def remember(callbacks: Sequence[Any], memory: Sequence[Any]) -> None:
+    """Gives the callbacks the memory that `memory_of` took, those of each class in their order."""
+    left = [list(entry) for entry in memory]
+    for callback in callbacks:
+        for entry in left:
+            if entry[0] == type(callback).__name__:
+                for attribute, value in entry[1].items():
+                    setattr(callback, attribute, value)
+                left.remove(entry)
+                break
+
+
+def _number(value: Any) -> Any:
+    return value if value is None or isinstance(value, (bool, int, str)) else float(value)

@@ -240,8 +240,12 @@ class BackupAndRestore(keras.callbacks.Callback):
         parts: dict[str, Any] = {"info": json.dumps(info).encode(), "shared": state.pack(model_state.SHARED)}
         parts.update({f"own-{rank}": data for rank, data in enumerate(owns)})
         for feeder in self._feeders:
-            parts[f"feed-{feeder.name}"] = feeder.state().to_bytes()
+            parts[f"feed-{feeder.name}"] = feeder.state(again_after=self._steps_between).to_bytes()
         self._folder.write(parts, {key: info[key] for key in ("fit", "epoch", "step", "size")})
+
+    @property
+    def _steps_between(self) -> int:
+        return 0 if self._save_freq == "epoch" else int(self._save_freq)
 
     def _callbacks(self) -> list[Any]:
         return self._loop.callbacks if self._loop is not None else []

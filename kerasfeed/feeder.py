@@ -15,7 +15,7 @@ from tensorflow.python.data.ops import iterator_ops
 
 from kerasfeed import spec as spec_lib
 from kerasfeed.cursor import Ticket
-from kerasfeed.options import DEFAULT_MAX_BUFFER_BYTES, FeedOptions
+from kerasfeed.options import DEFAULT_MAX_BUFFER_BYTES, DEFAULT_MAX_STATE_BYTES, FeedOptions
 from kerasfeed.producer import launch
 from kerasfeed.producer.pipeline import serialize_dataset, takes_context
 from kerasfeed.schedule import Position
@@ -67,6 +67,11 @@ class DataFeeder(tf.data.Dataset):
             `"blocks"`, the default: by a digest of all its bytes up to 512 KiB, and of blocks spread over larger ones;
             if it differs, `ReplayMismatchError` is raised. `"full"`: by a digest of all bytes of all elements.
             `"warn"`: as `"blocks"`, but training goes on, with a warning.
+        resume: How a restored feed gets back to where it was. `"auto"`, the default: from a snapshot of the pipeline's
+            iterator, if a backup holds one: pipelines with stateful random ops, Python code or in-memory caches, or
+            whose iterator is too large, are replayed. `"replay"`: the pass is produced again, and what was trained of
+            it skipped.
+        max_state_bytes: Most bytes of a snapshot in the feed's state. Default 64 MiB.
         transport: How elements travel. `"auto"` or `"grpc"`, which are the same so far.
         topology: The place of this process among the ranks. Default `None`: from Horovod if it is initialised when the
             feeder is first used, else one process.
@@ -92,6 +97,8 @@ class DataFeeder(tf.data.Dataset):
         prefetch: int | None = None,
         max_buffer_bytes: int = DEFAULT_MAX_BUFFER_BYTES,
         verify: str = "blocks",
+        resume: str = "auto",
+        max_state_bytes: int = DEFAULT_MAX_STATE_BYTES,
         transport: str = "auto",
         topology: Topology | None = None,
         port: int = 0,
@@ -108,6 +115,8 @@ class DataFeeder(tf.data.Dataset):
             prefetch=prefetch,
             max_buffer_bytes=max_buffer_bytes,
             verify=verify,
+            resume=resume,
+            max_state_bytes=max_state_bytes,
             transport=transport,
             port=port,
             start_timeout=start_timeout,
@@ -203,8 +212,8 @@ class DataFeeder(tf.data.Dataset):
         """
         return self.session.statistics()
 
-    def state(self, position: Position | None = None) -> FeedState:
-        """Returns what it takes to go on from here in another job: a few numbers, under 4 KB.
+    def state(self, position: Position | None = None, *, again_after: int = 0) -> FeedState:
+        """Returns what it takes to go on from here in another job: a few numbers, and where it helps a snapshot.
 
         Example:
 
@@ -217,11 +226,13 @@ class DataFeeder(tf.data.Dataset):
         Args:
             position: The first step (epoch, step) that is not trained. Default `None`: as this rank has it. In a loop
                 of your own a step counts as trained when the next one is pulled.
+            again_after: In how many steps this will be called again. Default 0: not known. A snapshot is taken ahead of
+                need, so that there is none without it.
 
         Raises:
             FeedError: The producer can't say, because it can't be reached or has failed.
         """
-        return self.session.state(position)
+        return self.session.state(position, again_after)
 
     def restore(self, state: FeedState) -> None:
         """Goes on where `state` stood: the next iterator, or the next `fit`, starts there. Call it on all ranks.

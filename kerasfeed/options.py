@@ -13,6 +13,8 @@ DEFAULT_PREFETCH = 8
 DEFAULT_MAX_BUFFER_BYTES = 1 << 30
 TRANSPORTS = ("auto", "grpc")
 VERIFY = ("blocks", "full", "warn")
+RESUME = ("auto", "replay")
+DEFAULT_MAX_STATE_BYTES = 64 << 20
 _MAX_SEED = 2**31 - 1
 
 
@@ -36,6 +38,8 @@ class FeedOptions:
     max_buffer_bytes: int = DEFAULT_MAX_BUFFER_BYTES
     transport: str = "auto"
     verify: str = "blocks"
+    resume: str = "auto"
+    max_state_bytes: int = DEFAULT_MAX_STATE_BYTES
     port: int = 0
     start_timeout: float = 600.0
 
@@ -46,6 +50,8 @@ class FeedOptions:
         self._choice("remainder", schedule.REMAINDERS)
         self._choice("transport", TRANSPORTS)
         self._choice("verify", VERIFY)
+        self._choice("resume", RESUME)
+        self._whole("max_state_bytes", low=0)
         self._whole("producer", low=0, optional=True)
         self._whole("steps_per_epoch", low=1, optional=True)
         self._whole("prefetch", low=1, optional=True)

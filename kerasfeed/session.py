@@ -257,6 +257,7 @@ class Session:
                 counts=self._supervisor.counts if self._supervisor is not None else [],
                 pass_lengths=self._supervisor.pass_lengths if self._supervisor is not None else {},
                 restored=self._restored_place(),
+                **self._restored_snapshot(),
                 left={},
                 payload=source.payload,
                 payload_kind=source.kind,
@@ -394,12 +395,20 @@ class Session:
 
     # ---- State ----
 
-    def state(self, position: Position | None = None) -> FeedState:
-        """Returns what it takes to go on at `position` (default: what is trained) in another job."""
+    def state(self, position: Position | None = None, again_after: int = 0) -> FeedState:
+        """Returns what it takes to go on at `position` (default: what is trained) in another job.
+
+        Args:
+            position: The first step not trained.
+            again_after: In how many steps it will be asked for again; 0 if that is not known.
+        """
         connection = self.connection()
         with self._lock:
             position = self.cursor.acknowledged if position is None else position
-        place = connection.state(position)
+        place = connection.state(position, again_after)
+        snapshot = {}
+        if place.snapshot_size:
+            snapshot = {"element": str(place.snapshot_element).encode(), "iterator": place.data}
         with self._lock:
             segment = self._segment or Segment(steps_per_epoch=self.options.steps_per_epoch)
             assert self._seed is not None
@@ -418,7 +427,8 @@ class Session:
                 element_spec=spec_lib.encode_spec(self._spec).decode(),
                 fingerprint=self._fingerprint,
                 digest=place.digest,
-                way="replay",
+                way="snapshot" if snapshot else "replay",
+                parts=snapshot,
             )
 
     def restore(self, state: FeedState) -> Position:
@@ -464,6 +474,12 @@ class Session:
                 element_spec=spec_lib.encode_spec(self._spec).decode(),
                 fingerprint=self._fingerprint,
             )
+
+    def _restored_snapshot(self) -> dict[str, Any]:
+        state = self._restored
+        if state is None or state.way != "snapshot" or self.options.resume == "replay":
+            return {"snapshot_element": 0, "snapshot": b""}
+        return {"snapshot_element": int(state.parts["element"]), "snapshot": state.parts["iterator"]}
 
     def _restored_place(self) -> list[Any] | None:
         state = self._restored

@@ -174,6 +174,8 @@ def _serve(
         from kerasfeed.producer import pump
         from kerasfeed.producer.digest import Journal
         from kerasfeed.producer.pipeline import Pipeline
+        from kerasfeed.producer.service import StateKeeper
+        from kerasfeed.producer.snapshots import Snapshots
         from kerasfeed.producer.verifier import Verifier
         from kerasfeed.producer.window import EpochCount, Window
         from kerasfeed.proto import feed_pb2
@@ -191,7 +193,9 @@ def _serve(
             source, source_spec = launch.payload, spec.decode_spec(launch.source_spec.encode())
         lengths = {int(pass_): elements for pass_, elements in launch.pass_lengths.items()}
         whole = launch.restored[0] if launch.restored is not None else 0
-        pipeline = Pipeline(source, source_spec, launch.size, launch.seed, launch.restarted, lengths, whole, _log)
+        pipeline = Pipeline(
+            source, source_spec, launch.size, launch.seed, launch.restarted, lengths, whole, launch.scratch, _log
+        )
     except (Exception, SystemExit):
         what = "dataset_fn" if launch.payload_kind == "function" else "the dataset"
         message = f"{what} raised before the first element:\n{traceback.format_exc()}"
@@ -232,12 +236,16 @@ def _serve(
         full=options.verify == "full",
         warn=_log if options.verify == "warn" else None,
     )
-    service.ready(window, welcome, verifier.digest_before)
+    unfit = "resume='replay'" if options.resume == "replay" else pipeline.unfit_for_snapshots
+    snapshots = Snapshots(options.max_state_bytes, unfit, _log)
+    if launch.restored is not None and launch.snapshot:
+        pipeline.offer((launch.restored[0], launch.snapshot_element), launch.snapshot)
+    service.ready(window, welcome, StateKeeper(verifier.digest_before, snapshots))
 
     # The pump may be inside a slow pipeline when the last rank leaves: nobody waits for it then.
     threading.Thread(target=take_leave, args=(window,), name="kerasfeed-leave", daemon=True).start()
 
-    pump.run(window, pipeline, verifier, progress)
+    pump.run(window, pipeline, verifier, snapshots, progress)
 
 
 def _log(message: str) -> None:

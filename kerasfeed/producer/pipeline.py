@@ -11,8 +11,11 @@ import dataclasses
 import glob
 import hashlib
 import inspect
+import json
 import os
+import pathlib
 import random
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -240,6 +243,7 @@ class Pipeline:
         restarted: Whether a producer of this feed has died before: its stale cache locks are removed.
         lengths: Elements of the passes that ended under producers before this one.
         whole: Passes before this one are known to have been produced to their end, in an earlier job.
+        scratch: Folder for temporary files.
         log: Called with each warning.
     """
 
@@ -252,12 +256,14 @@ class Pipeline:
         restarted: bool = False,
         lengths: dict[int, int] | None = None,
         whole: int = 0,
+        scratch: str | None = None,
         log: Callable[[str], None] = print,
     ):
         self._source = source
         self._source_spec = source_spec
         self._size = size
         self._seed = seed
+        self._scratch = scratch
         self._log = log
         self._dataset = self._build(0)
         self._traits = Traits.of(self._dataset)
@@ -282,6 +288,7 @@ class Pipeline:
         self._fresh_pass = 0
         self._lengths = dict(lengths or {})
         self._whole = whole
+        self._offered: tuple[tuple[int, int], bytes] | None = None
         self._said_unrepeatable = False
         self._miscounts = False
 
@@ -381,7 +388,8 @@ class Pipeline:
         while joined and 0 < self._lengths.get(pass_, element + 1) <= element:
             element -= self._lengths[pass_]
             pass_ += 1
-        if self._miscounts or self.standing[0] != pass_ or self.standing[1] > element:
+        elsewhere = self._miscounts or self.standing[0] != pass_ or self.standing[1] > element
+        if not self._take_offered(pass_, element, -1 if elsewhere else self.standing[1]) and elsewhere:
             self._start_pass(pass_)
         to_skip = element - self.standing[1]
         while to_skip > 0:
@@ -398,6 +406,63 @@ class Pipeline:
                     ) from None
                 if end.elements == 0:
                     raise RuntimeError("the dataset is empty") from None
+
+    @property
+    def unfit_for_snapshots(self) -> str:
+        """Why its iterator, saved and restored, would not go on as it would have; empty if it would."""
+        if self._traits.random_ops:
+            return f"it uses {', '.join(sorted(self._traits.random_ops))}, whose state no iterator holds"
+        return self._traits.keeps_state and f"{self._traits.keeps_state}, which no iterator holds"
+
+    def save(self) -> bytes:
+        """Returns the iterator as it stands.
+
+        Raises:
+            tf.errors.OpError: A part of it can't be saved.
+        """
+        assert self._iterator is not None
+        with tempfile.TemporaryDirectory(dir=self._scratch) as folder:
+            tf.train.Checkpoint(iterator=self._iterator).write(os.path.join(folder, "iterator"))
+            files = {name: pathlib.Path(folder, name).read_bytes() for name in sorted(os.listdir(folder))}
+        head = json.dumps([[name, len(data)] for name, data in files.items()]).encode()
+        return b"".join([len(head).to_bytes(8, "little"), head, *files.values()])
+
+    def offer(self, place: tuple[int, int], data: bytes) -> None:
+        """Says that `save` returned `data` at (pass, element): a `seek` to what comes after it may use it."""
+        self._offered = place, data
+
+    def _take_offered(self, pass_: int, element: int, standing: int) -> bool:
+        """Goes where the offered iterator stood, if that is nearer to an element than `standing`."""
+        if self._offered is None or self._offered[0][0] != pass_ or not standing < self._offered[0][1] <= element:
+            return False
+        (_, at), data = self._offered
+        try:
+            self.restore(pass_, at, data)
+        except Exception as error:  # in many ways
+            self._offered = None
+            self._log(f"the snapshot of the iterator can't be used, the pipeline is replayed instead: {error}")
+            return False
+        return True
+
+    def restore(self, pass_: int, element: int, data: bytes) -> None:
+        """Stands at an element again, by what `save` returned there, perhaps in another process.
+
+        Raises:
+            tf.errors.OpError, ValueError: It is another pipeline's.
+        """
+        self._iterator = None
+        self._dataset = self._build(pass_ if self._per_pass else 0)
+        iterator = iter(self._dataset)
+        size = int.from_bytes(data[:8], "little")
+        at = 8 + size
+        with tempfile.TemporaryDirectory(dir=self._scratch) as folder:
+            for name, length in json.loads(data[8:at]):
+                pathlib.Path(folder, os.path.basename(name)).write_bytes(data[at : at + length])
+                at += length
+            tf.train.Checkpoint(iterator=iterator).read(os.path.join(folder, "iterator")).assert_consumed()
+        self._iterator, self._fresh_pass = iterator, pass_ + 1
+        self._pass, self._element = pass_, element
+        self._miscounts = False
 
     def next(self) -> spec_lib.EncodedElement:
         """Returns the next element.

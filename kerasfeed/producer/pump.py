@@ -10,22 +10,26 @@ import traceback
 
 from kerasfeed.producer.launch import Progress
 from kerasfeed.producer.pipeline import EndOfPass, Pipeline
+from kerasfeed.producer.snapshots import Snapshots
 from kerasfeed.producer.verifier import Mismatch, Verifier
 from kerasfeed.producer.window import FailureKind, Produce, Seek, Window
 
 
-def run(window: Window, pipeline: Pipeline, verifier: Verifier, progress: Progress) -> None:
+def run(window: Window, pipeline: Pipeline, verifier: Verifier, snapshots: Snapshots, progress: Progress) -> None:
     """Pumps until the window has no more work.
 
     Args:
         window: Where elements go.
         pipeline: Where they come from.
         verifier: Compares what is produced again with what it was.
+        snapshots: Takes the pipeline's iterator, between two elements, where that will be of use.
         progress: Where it is noted how far the producer has come.
     """
     try:
         while (work := window.wait_for_work()) is not None:
             _do(work, window, pipeline, verifier, progress)
+            if snapshots.due(pipeline.standing):
+                snapshots.take(pipeline.standing, pipeline.save)
     except BaseException:
         # Without its pump a window would let all ranks wait for ever.
         window.abandon(f"the producer is broken:\n{traceback.format_exc()}")

@@ -8,6 +8,7 @@ out. A rank that connects again takes the place of its earlier conversation.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from typing import Any
 import grpc
 
 from kerasfeed import auth, wire
+from kerasfeed.producer.snapshots import Snapshots
 from kerasfeed.producer.window import BindError, Delivery, EpochEnd, Failure, FailureKind, Window
 from kerasfeed.proto import feed_pb2
 
@@ -30,6 +32,19 @@ _FAILURE_KINDS = {
     FailureKind.MISMATCH: feed_pb2.Failure.MISMATCH,
     FailureKind.RANKS: feed_pb2.Failure.RANKS,
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class StateKeeper:
+    """What belongs into a feed's state beside its position.
+
+    Attributes:
+        digest_before: Returns the digest of all elements of a pass before an element; empty if it is not known.
+        snapshots: The iterators that were saved.
+    """
+
+    digest_before: Callable[[int, int], str]
+    snapshots: Snapshots
 
 
 class FeedService:
@@ -52,7 +67,7 @@ class FeedService:
         self._state = threading.Condition()
         self._window: Window | None = None
         self._welcome: feed_pb2.Welcome | None = None
-        self._digest_of: Callable[[int, int], str] = lambda pass_, element: ""
+        self._keeper: StateKeeper | None = None
         self._failure: str | None = None
         self._mismatch: str | None = None
         self._conversations: dict[int, _Conversation] = {}
@@ -85,16 +100,16 @@ class FeedService:
         server.start()
         return server, bound
 
-    def ready(self, window: Window, welcome: feed_pb2.Welcome, digest_of: Callable[[int, int], str]) -> None:
+    def ready(self, window: Window, welcome: feed_pb2.Welcome, keeper: StateKeeper) -> None:
         """The pipeline is built: ranks are let in.
 
         Args:
             window: Where steps come from.
             welcome: What is said to each rank.
-            digest_of: Returns the digest of all elements of a pass before an element; empty if it is not known.
+            keeper: What belongs into a feed's state.
         """
         with self._state:
-            self._window, self._welcome, self._digest_of = window, welcome, digest_of
+            self._window, self._welcome, self._keeper = window, welcome, keeper
             if self._mismatch is not None:
                 window.refuse(self._mismatch)
             self._state.notify_all()
@@ -137,9 +152,9 @@ class FeedService:
         if failure is not None:
             yield _failure(feed_pb2.Failure.PRODUCER, failure)
             return
-        if window is None or welcome is None:
+        if window is None or welcome is None or self._keeper is None:
             return
-        conversation = _Conversation(rank, window, self._digest_of, context)
+        conversation = _Conversation(rank, window, self._keeper, context)
         segment = wire.segment_of(proof.segment) if proof.HasField("segment") else None
         with self._state:
             earlier = self._conversations.get(rank)
@@ -199,10 +214,10 @@ class FeedService:
 class _Conversation:
     """What is said with one rank over one connection."""
 
-    def __init__(self, rank: int, window: Window, digest_of: Callable[[int, int], str], context: grpc.ServicerContext):
+    def __init__(self, rank: int, window: Window, keeper: StateKeeper, context: grpc.ServicerContext):
         self._rank = rank
         self._window = window
-        self._digest_of = digest_of
+        self._keeper = keeper
         self._context = context
         self._outbox: collections.deque[feed_pb2.ProducerMessage] = collections.deque()
         self._over = False
@@ -283,16 +298,21 @@ class _Conversation:
         elif kind == "ask_status":
             self._reply(feed_pb2.ProducerMessage(status=status_message(window, rank)))
         elif kind == "ask_state":
-            pass_, element = window.locate(wire.position_of(message.ask_state.position))
-            state = feed_pb2.State(
-                position=message.ask_state.position,
-                element=element,
-                digest=self._digest_of(pass_, element),
-                **{"pass": pass_},
-            )
-            self._reply(feed_pb2.ProducerMessage(state=state))
+            for state in self._states(message.ask_state):
+                self._reply(feed_pb2.ProducerMessage(state=state))
         else:
             raise ValueError(f"a {kind} message is not expected here")
+
+    def _states(self, ask: feed_pb2.AskState) -> Iterator[feed_pb2.State]:
+        """Yields the answer, in pieces where there is a snapshot."""
+        pass_, element = self._window.locate(wire.position_of(ask.position))
+        snapshots = self._keeper.snapshots
+        snapshots.plan((pass_, element), ask.again_after * self._window.size)
+        at, data = snapshots.best(pass_, element) or (0, b"")
+        place: dict[str, Any] = {"position": ask.position, "pass": pass_, "element": element}
+        place.update(snapshot_element=at, snapshot_size=len(data), digest=self._keeper.digest_before(pass_, element))
+        for offset in range(0, max(1, len(data)), wire.CHUNK_BYTES):
+            yield feed_pb2.State(offset=offset, data=data[offset : offset + wire.CHUNK_BYTES], **place)
 
     def _bind(self, bind: feed_pb2.Bind) -> None:
         try:

@@ -762,6 +762,11 @@ class Window:
         return len(self._ranks) == self._size and all(r.left for r in self._ranks.values())
 
     @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self._size
+
+    @property
     def segment(self) -> Segment:
         """The segment that holds now."""
         with self._lock:

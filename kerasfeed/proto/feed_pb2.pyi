@@ -114,10 +114,12 @@ class AskStatus(_message.Message):
     def __init__(self) -> None: ...
 
 class AskState(_message.Message):
-    __slots__ = ("position",)
+    __slots__ = ("position", "again_after")
     POSITION_FIELD_NUMBER: _ClassVar[int]
+    AGAIN_AFTER_FIELD_NUMBER: _ClassVar[int]
     position: Position
-    def __init__(self, position: _Optional[_Union[Position, _Mapping]] = ...) -> None: ...
+    again_after: int
+    def __init__(self, position: _Optional[_Union[Position, _Mapping]] = ..., again_after: _Optional[int] = ...) -> None: ...
 
 class RankMessage(_message.Message):
     __slots__ = ("hello", "proof", "read", "progress", "bind", "leave", "ask_status", "ask_state")
@@ -164,15 +166,23 @@ class Welcome(_message.Message):
     def __init__(self, spec: _Optional[bytes] = ..., cardinality: _Optional[int] = ..., seed: _Optional[int] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., elements: _Optional[int] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class State(_message.Message):
-    __slots__ = ("position", "element", "digest")
+    __slots__ = ("position", "element", "digest", "snapshot_element", "snapshot_size", "offset", "data")
     POSITION_FIELD_NUMBER: _ClassVar[int]
     PASS_FIELD_NUMBER: _ClassVar[int]
     ELEMENT_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_ELEMENT_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_SIZE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
     position: Position
     element: int
     digest: str
-    def __init__(self, position: _Optional[_Union[Position, _Mapping]] = ..., element: _Optional[int] = ..., digest: _Optional[str] = ..., **kwargs) -> None: ...
+    snapshot_element: int
+    snapshot_size: int
+    offset: int
+    data: bytes
+    def __init__(self, position: _Optional[_Union[Position, _Mapping]] = ..., element: _Optional[int] = ..., digest: _Optional[str] = ..., snapshot_element: _Optional[int] = ..., snapshot_size: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., **kwargs) -> None: ...
 
 class Component(_message.Message):
     __slots__ = ("shape", "offset", "length")

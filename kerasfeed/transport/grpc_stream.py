@@ -142,7 +142,7 @@ class Connection:
         self._status: feed_pb2.Status | None = None
         self._statuses = 0
         self._state: feed_pb2.State | None = None
-        self._asked: Position | None = None
+        self._ask: feed_pb2.AskState | None = None
         self._error: FeedError | None = None
         self._closed = False
         self._leaving = False
@@ -266,14 +266,20 @@ class Connection:
                     return None
             return self._status if self._statuses != before else None
 
-    def state(self, position: Position) -> feed_pb2.State:
-        """Returns what the producer knows of the stream at `position`."""
+    def state(self, position: Position, again_after: int) -> feed_pb2.State:
+        """Returns what the producer knows of the stream at `position`; it is to be asked again in so many steps."""
+
+        def whole() -> feed_pb2.State | None:
+            state = self._state
+            return state if state is not None and len(state.data) >= state.snapshot_size else None
+
         with self._changed:
-            self._state, self._asked = None, position
-            self._send_asked()
-        state = self._wait(f"what the producer knows of {position}", lambda: self._state)
+            self._state = None
+            self._ask = feed_pb2.AskState(position=wire.position_message(position), again_after=again_after)
+            self._send(ask_state=self._ask)
+        state = self._wait(f"what the producer knows of {position}", whole)
         with self._changed:
-            self._asked = None
+            self._ask = None
         return state
 
     def close(self, error: str = "") -> None:
@@ -353,10 +359,6 @@ class Connection:
     def _send(self, **kind: Any) -> None:
         if self._outgoing is not None:
             self._outgoing.put(feed_pb2.RankMessage(**kind))
-
-    def _send_asked(self) -> None:
-        if self._asked is not None:
-            self._send(ask_state=feed_pb2.AskState(position=wire.position_message(self._asked)))
 
     def _send_read(self) -> None:
         reader = self._reader
@@ -542,8 +544,12 @@ class Connection:
             elif kind == "status":
                 self._status, self._statuses = message.status, self._statuses + 1
             elif kind == "state":
-                if wire.position_of(message.state.position) == self._asked:
-                    self._state = message.state
+                piece = message.state
+                if self._ask is not None and piece.position == self._ask.position:
+                    if piece.offset == 0:
+                        self._state = piece
+                    elif self._state is not None and piece.offset == len(self._state.data):
+                        self._state.data += piece.data
             elif kind == "failure":
                 error = _ERRORS[message.failure.kind](f"feed {self._identity.feed!r}: {message.failure.message}")
                 if self._reader is not None:
@@ -565,7 +571,8 @@ class Connection:
         self._doing = ""
         if self._bind is not None:
             self._send(bind=self._bind)
-        self._send_asked()
+        if self._ask is not None:
+            self._send(ask_state=self._ask)
         if self._reader is not None:
             self._reader.block = None
             self._send_read()

@@ -102,9 +102,10 @@ def test_what_an_iterator_that_broke_off_pulled_counts_as_trained_when_the_next_
 
 
 @pytest.mark.parametrize(
-    "cursor", [Cursor("train"), bound(), bound(through_epochs=True)], ids=["free", "bound", "through"]
+    "make", [lambda: Cursor("train"), bound, lambda: bound(through_epochs=True)], ids=["free", "bound", "through"]
 )
-def test_an_iterator_whose_place_was_taken_says_so_when_it_pulls(cursor):
+def test_an_iterator_whose_place_was_taken_says_so_when_it_pulls(make):
+    cursor = make()
     earlier = cursor.open()
     pull(cursor, earlier, 1)
     later = cursor.open()

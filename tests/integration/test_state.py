@@ -1,0 +1,125 @@
+"""A feed's state brings it back in another job, or says why not."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import tensorflow as tf
+from helpers import by_value, collect, numbers
+
+import kerasfeed
+
+by_value(__name__)
+
+
+def through_bytes(state):
+    return kerasfeed.FeedState.from_bytes(state.to_bytes())
+
+
+def take(iterator, count):
+    return [int(next(iterator)) for _ in range(count)]
+
+
+def random_numbers():
+    def draw(i):
+        import os
+
+        return int.from_bytes(os.urandom(4), "little")
+
+    return tf.data.Dataset.range(30).map(lambda i: tf.ensure_shape(tf.numpy_function(draw, [i], tf.int64), []))
+
+
+def test_a_restored_feed_goes_on_inside_the_pass_and_with_later_passes_as_it_would_have(make_feeder, capfd):
+    def dataset_fn():
+        return tf.data.Dataset.range(40).shuffle(40).map(lambda i: (i, tf.random.uniform([])))
+
+    def values(feeder):
+        return [(int(i), float(r)) for i, r in feeder]
+
+    undisturbed = make_feeder(dataset_fn, name="s", seed=3)
+    expected = [values(undisturbed) for _ in range(3)]
+    undisturbed.close()
+    feeder = make_feeder(dataset_fn, name="s", seed=3)
+    values(feeder)
+    iterator = iter(feeder)
+    for _ in range(11):
+        next(iterator)
+    state = through_bytes(feeder.state())
+    assert (state.pass_, state.element, state.epoch, state.step, state.way) == (1, 10, 1, 10, "replay")
+    assert len(state.to_bytes()) < 4096
+    feeder.close()
+    restored = make_feeder(dataset_fn, name="s")
+    restored.restore(state)
+    assert values(restored) == expected[1][10:]
+    assert values(restored) == expected[2]
+    assert int(restored.cardinality()) == 40
+    # The same feeder can go back, too.
+    restored.restore(state)
+    assert values(restored) == expected[1][10:]
+
+
+def test_a_snapshot_brings_a_feed_back_and_is_left_aside_where_the_user_wants_replay(make_feeder):
+    def dataset_fn():
+        return tf.data.Dataset.range(60).shuffle(60).map(lambda i: i * 3)
+
+    undisturbed = make_feeder(dataset_fn, name="s", seed=3)
+    expected = [numbers(undisturbed) for _ in range(3)]
+    undisturbed.close()
+    feeder = make_feeder(dataset_fn, name="s", seed=3, prefetch=2)
+    iterator = iter(feeder)
+    take(iterator, 1)
+    feeder.state(again_after=10)
+    take(iterator, 40)
+    state = through_bytes(feeder.state(again_after=10))
+    assert state.way == "snapshot"
+    assert 0 < int(state.parts["element"]) <= state.element == 40
+    feeder.close()
+    restored = make_feeder(dataset_fn, name="s")
+    restored.restore(state)
+    assert numbers(restored) == expected[0][40:]
+    assert numbers(restored) == expected[1]
+    replayed = make_feeder(dataset_fn, name="s", resume="replay")
+    replayed.restore(state)
+    assert numbers(replayed) == expected[0][40:]
+
+
+def test_a_pipeline_that_does_not_repeat_itself_is_caught_when_it_is_restored(make_feeder):
+    feeder = make_feeder(random_numbers, name="s")
+    take(iter(feeder), 6)
+    state = through_bytes(feeder.state())
+    feeder.close()
+    restored = make_feeder(random_numbers, name="s")
+    restored.restore(state)
+    with pytest.raises(kerasfeed.ReplayMismatchError, match="feed 's': the 5 elements of pass 0 that were trained"):
+        list(restored)
+    warned = make_feeder(random_numbers, name="s", verify="warn")
+    warned.restore(state)
+    assert len(list(warned)) == 25
+
+
+def test_a_pipeline_that_does_not_repeat_itself_is_caught_when_the_producer_dies(make_feeder):
+    feeder = make_feeder(random_numbers, name="s", prefetch=2)
+    iterator, got = iter(feeder), []
+    take(iterator, 3)
+    os.kill(feeder.session.producer_pid, signal.SIGKILL)
+    with pytest.raises(kerasfeed.ReplayMismatchError, match="element 0 of pass 0 was produced again"):
+        collect(iterator, got)
+    assert len(got) < 27
+
+
+def test_a_state_of_another_feed_or_pipeline_is_refused_with_what_differs(make_feeder):
+    feeder = make_feeder(lambda: tf.data.Dataset.range(9).batch(3), name="s", seed=3)
+    state = feeder.state()
+    feeder.close()
+    other = make_feeder(lambda: tf.data.Dataset.range(9).batch(3), name="other")
+    with pytest.raises(kerasfeed.StateError, match="feed: the state has 's', the feed has 'other'"):
+        other.restore(state)
+    seeded = make_feeder(lambda: tf.data.Dataset.range(9).batch(3), name="s", seed=4)
+    with pytest.raises(kerasfeed.StateError, match="seed: the state has 3, the feed has 4"):
+        seeded.restore(state)
+    changed = make_feeder(lambda: tf.data.Dataset.range(9).batch(2), name="s")
+    changed.restore(state)
+    with pytest.raises(kerasfeed.StateError, match="fingerprint: the state has"):
+        collect(changed, [])

@@ -432,7 +432,10 @@ class Pipeline:
         self._offered = place, data
 
     def _take_offered(self, pass_: int, element: int, standing: int) -> bool:
-        """Goes where the offered iterator stood, if that is nearer to an element than `standing`."""
+        """Goes where the offered iterator stood, if that is nearer to an element than `standing`.
+
+        Returns whether the pipeline stands in this pass now: at its start, if the offer is of no use.
+        """
         if self._offered is None or self._offered[0][0] != pass_ or not standing < self._offered[0][1] <= element:
             return False
         (_, at), data = self._offered
@@ -441,7 +444,9 @@ class Pipeline:
         except Exception as error:  # in many ways
             self._offered = None
             self._log(f"the snapshot of the iterator can't be used, the pipeline is replayed instead: {error}")
-            return False
+            # What was tried may have drawn from the dataset's seeds: it is built anew.
+            self._fresh_pass = pass_ + 1
+            self._start_pass(pass_)
         return True
 
     def restore(self, pass_: int, element: int, data: bytes) -> None:

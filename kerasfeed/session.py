@@ -252,7 +252,6 @@ class Session:
                 control_fd=-1,
                 progress_fd=-1,
                 journal_fd=-1,
-                scratch="",
                 restarted=False,
                 counts=self._supervisor.counts if self._supervisor is not None else [],
                 pass_lengths=self._supervisor.pass_lengths if self._supervisor is not None else {},

@@ -75,13 +75,19 @@ def main() -> None:
     os.close(null)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    from kerasfeed.producer.launch import Launch, Progress
+    from kerasfeed.producer.launch import SCRATCH_VARIABLE, Launch, Progress
 
-    launch = Launch.read_from(lifeline)
+    scratch = os.environ.pop(SCRATCH_VARIABLE)
+    try:
+        launch = Launch.read_from(lifeline)
+    except EOFError:
+        # The rank is gone already, and with it whoever would have removed this.
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
     for fd in (launch.control_fd, launch.progress_fd, launch.journal_fd):
         os.set_inheritable(fd, False)
     threading.Thread(
-        target=_watch_lifeline, args=(lifeline, launch.parent, launch.scratch), name="kerasfeed-lifeline", daemon=True
+        target=_watch_lifeline, args=(lifeline, launch.parent, scratch), name="kerasfeed-lifeline", daemon=True
     ).start()
     control = os.fdopen(launch.control_fd, "w", buffering=1)
 
@@ -113,7 +119,7 @@ def main() -> None:
         server.stop(_FAREWELL_SECONDS).wait()
         _finish()
 
-    _serve(launch, options, service, report, Progress(launch.progress_fd), take_leave)
+    _serve(launch, options, service, report, Progress(launch.progress_fd), scratch, take_leave)
     # Whoever takes leave ends the process; if there is nothing to take leave of, the end of the lifeline does.
     threading.Event().wait()
 
@@ -162,7 +168,13 @@ def _import_tensorflow() -> types.ModuleType:
 
 
 def _serve(
-    launch: Any, options: Any, service: Any, report: Any, progress: Any, take_leave: Callable[[Any], None]
+    launch: Any,
+    options: Any,
+    service: Any,
+    report: Any,
+    progress: Any,
+    scratch: str,
+    take_leave: Callable[[Any], None],
 ) -> None:
     """Builds the pipeline and pumps it. If it can't be built, ranks that come are told why."""
     try:
@@ -180,7 +192,7 @@ def _serve(
         from kerasfeed.producer.window import EpochCount, Window
         from kerasfeed.proto import feed_pb2
 
-        _keep_generated_code_in(launch.scratch)
+        _keep_generated_code_in(scratch)
         if options.deterministic:
             tf.config.experimental.enable_op_determinism()
         if launch.payload_kind == "function":
@@ -194,9 +206,9 @@ def _serve(
         lengths = {int(pass_): elements for pass_, elements in launch.pass_lengths.items()}
         whole = launch.restored[0] if launch.restored is not None else 0
         pipeline = Pipeline(
-            source, source_spec, launch.size, launch.seed, launch.restarted, lengths, whole, launch.scratch, _log
+            source, source_spec, launch.size, launch.seed, launch.restarted, lengths, whole, scratch, _log
         )
-    except (Exception, SystemExit):
+    except BaseException:  # user code may raise anything, and whoever waits has to hear of it
         what = "dataset_fn" if launch.payload_kind == "function" else "the dataset"
         message = f"{what} raised before the first element:\n{traceback.format_exc()}"
         report(failed=message)

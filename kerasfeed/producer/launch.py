@@ -26,6 +26,8 @@ import cloudpickle
 _LENGTH = struct.Struct("<Q")
 # What cloudpickle 3.1.3 (3.1.1 did not) puts in the place of a code object's file name.
 _NO_FILE = "<dynamic-code>"
+# A producer's folder for temporary files, which goes with the supervisor; it is known before all else.
+SCRATCH_VARIABLE = "KERASFEED_SCRATCH"
 
 
 class Progress:
@@ -88,7 +90,6 @@ class Launch:
         control_fd: Where the producer reports, a JSON line each: the pipe's writing end.
         progress_fd: The file of its `Progress`.
         journal_fd: The file of its `Journal`.
-        scratch: Folder for temporary files, which goes with the supervisor.
         restarted: Whether a producer of this feed has died before.
         counts: What is known of earlier epochs: (epoch, elements, steps, dropped).
         pass_lengths: Elements of the passes that ended before, by their number (JSON has text keys only).
@@ -115,7 +116,6 @@ class Launch:
     control_fd: int
     progress_fd: int
     journal_fd: int
-    scratch: str
     restarted: bool
     counts: list[list[int]]
     pass_lengths: dict[str, int]

@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from kerasfeed.errors import ProducerError
 from kerasfeed.producer.digest import Journal
-from kerasfeed.producer.launch import Launch, Progress
+from kerasfeed.producer.launch import SCRATCH_VARIABLE, Launch, Progress
 
 _LOG = logging.getLogger("kerasfeed")
 _MAX_DEATHS = 3
@@ -185,29 +185,34 @@ class Supervisor:
     # ---- The supervisor's thread ----
 
     def _run(self) -> None:
-        progress_fd = os.memfd_create(f"kerasfeed-progress-{self._name}", os.MFD_CLOEXEC)
-        os.ftruncate(progress_fd, Progress.SIZE)
-        progress = Progress(progress_fd)
-        progress.clear()
-        journal_fd = Journal.create(self._name)
-        scratch = tempfile.mkdtemp(prefix="kerasfeed-")
         try:
-            while self._run_child(progress_fd, journal_fd, scratch):
-                self._note_death(progress)
-                if self._failure is not None:
-                    self._gave_up(self._failure)
-                    return
-                time.sleep(_RESTART_SECONDS)
+            with contextlib.ExitStack() as owned:
+                self._run_children(owned)
         except Exception as error:
             message = f"the producer of feed {self._name!r} can't be started: {error}"
             self._give_up(message)
             self._gave_up(message)
         finally:
-            progress.close()
-            os.close(progress_fd)
-            os.close(journal_fd)
-            shutil.rmtree(scratch, ignore_errors=True)
             _alive.discard(self)
+
+    def _run_children(self, owned: contextlib.ExitStack) -> None:
+        """Runs one child after the other, with what outlives each of them."""
+        progress_fd = os.memfd_create(f"kerasfeed-progress-{self._name}", os.MFD_CLOEXEC)
+        owned.callback(os.close, progress_fd)
+        os.ftruncate(progress_fd, Progress.SIZE)
+        progress = Progress(progress_fd)
+        owned.callback(progress.close)
+        progress.clear()
+        journal_fd = Journal.create(self._name)
+        owned.callback(os.close, journal_fd)
+        scratch = tempfile.mkdtemp(prefix="kerasfeed-")
+        owned.callback(shutil.rmtree, scratch, ignore_errors=True)
+        while self._run_child(progress_fd, journal_fd, scratch):
+            self._note_death(progress)
+            if self._failure is not None:
+                self._gave_up(self._failure)
+                return
+            time.sleep(_RESTART_SECONDS)
 
     def _run_child(self, progress_fd: int, journal_fd: int, scratch: str) -> bool:
         """Runs one child to its end. Returns whether another one is wanted."""
@@ -223,7 +228,7 @@ class Supervisor:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     pass_fds=(control_write, progress_fd, journal_fd),
-                    env=_environment(self._launch.seed),
+                    env={**_environment(self._launch.seed), SCRATCH_VARIABLE: scratch},
                     start_new_session=True,
                     bufsize=0,
                 )
@@ -245,7 +250,6 @@ class Supervisor:
             control_fd=control_write,
             progress_fd=progress_fd,
             journal_fd=journal_fd,
-            scratch=scratch,
             restarted=bool(self._deaths),
             counts=self.counts,
             pass_lengths=self.pass_lengths,
@@ -266,7 +270,9 @@ class Supervisor:
             for relay in relays:
                 relay.join(5.0)
         with self._news:
-            if self._stopping or self._failure is not None or child.returncode == 0:
+            # User code may end the process with any exit code: in peace it ends only with its last statistics.
+            in_peace = child.returncode == 0 and self._statistics is not None
+            if self._stopping or self._failure is not None or in_peace:
                 return False
         self._deaths.append(_how_it_ended(child.returncode))
         return True

@@ -72,6 +72,37 @@ def test_an_exception_of_dataset_fn_arrives_with_its_traceback(make_feeder, mode
         assert time.monotonic() - began < SOON
 
 
+def test_whatever_a_dataset_fn_raises_arrives(make_feeder):
+    def dataset_fn():
+        raise KeyboardInterrupt("not the user's")
+
+    feeder = make_feeder(dataset_fn)
+    began = time.monotonic()
+    with pytest.raises(kerasfeed.ProducerError, match=r"KeyboardInterrupt: not the user's"):
+        list(feeder)
+    assert time.monotonic() - began < SOON
+
+
+def test_a_pipeline_that_ends_its_process_in_peace_has_died_all_the_same(make_feeder, caplog):
+    def dataset_fn():
+        import os
+
+        os._exit(0)
+
+    feeder = make_feeder(dataset_fn)
+    with pytest.raises(kerasfeed.ProducerError, match=r"died 3 times before the first element \(exit code 0"):
+        list(feeder)
+
+
+def test_a_producer_that_has_no_folder_for_its_files_says_so_at_once(make_feeder, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", "/nowhere/at/all")
+    feeder = make_feeder(lambda: tf.data.Dataset.range(3))
+    began = time.monotonic()
+    with pytest.raises(kerasfeed.ProducerError, match=r"can't be started: .*/nowhere/at/all"):
+        list(feeder)
+    assert time.monotonic() - began < SOON
+
+
 def test_a_dataset_fn_that_returns_something_else_is_told_so(make_feeder):
     feeder = make_feeder(lambda: [1, 2, 3])
     with pytest.raises(kerasfeed.ProducerError, match=r"must return a tf\.data\.Dataset\. Received: list"):
@@ -489,6 +520,7 @@ def test_nothing_is_left_in_tmp_and_shared_memory(make_feeder, tmp_path, monkeyp
     process = psutil.Process(feeder.session.producer_pid)
     feeder.close()
     wait_until(lambda: not process.is_running(), what="the producer to end")
-    assert list(folder.iterdir()) == []
+    # The supervisor tidies up after it has seen the producer's end.
+    wait_until(lambda: list(folder.iterdir()) == [], what=lambda: f"{list(folder.iterdir())} to go")
     assert {name for name in os.listdir("/dev/shm") if "kerasfeed" in name} <= shared
     assert lines_of(folder / "none") == []

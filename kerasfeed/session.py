@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import dataclasses
 import gc
+import logging
 import os
 import random
 import sys
@@ -35,6 +36,7 @@ from kerasfeed.state import FeedState
 from kerasfeed.topology import Topology
 from kerasfeed.transport.grpc_stream import Connection, End, Identity, Step
 
+_LOG = logging.getLogger("kerasfeed")
 _STATUS_SECONDS = 5.0
 _MAX_CREDIT_STEPS = 16
 _PORT_SECONDS = 10.0
@@ -112,6 +114,7 @@ class Session:
         self._peeked: Position | None = None
         self._restored: FeedState | None = None
         self._elements = tf.data.UNKNOWN_CARDINALITY
+        self._said_empty = False
         self._fingerprint = ""
         self._statistics: dict[int, EpochStatistics] = {}
         self.failure: FeedError | None = None
@@ -202,6 +205,7 @@ class Session:
             topology = self.topology()
             token = rendezvous.job_token(topology)
             self._run += 1
+            self._warn_of_namesakes()
             _open_sessions.add(self)
             key = f"{self.name}.{self._ordinal}.{self._run}"
             if topology.meeting_dir is not None:
@@ -231,6 +235,16 @@ class Session:
                 return session._snapshot if session is not None else (None, Position(0, 0), {})
 
             self._connection = Connection(identity, meeting.locate, progress, self.options.start_timeout)
+
+    def _warn_of_namesakes(self) -> None:
+        for other in list(_open_sessions):
+            if other is not self and other.name == self.name and other.running and other.topology() == self.topology():
+                _LOG.warning(
+                    "feed %r: another feeder of this name is in use. Ranks tell them apart only by the order in which "
+                    "they were built: give each a name of its own, DataFeeder(..., name=...)",
+                    self.name,
+                )
+                return
 
     def _start_producer(self, meeting: rendezvous.Meeting, token: bytes, topology: Topology) -> Supervisor:
         if self._seed is None:
@@ -292,6 +306,15 @@ class Session:
                     f"feed {self.name!r}: dataset_fn now yields {spec}, but the dataset was built for {self._spec}"
                 )
             self._fingerprint = welcome.fingerprint
+            if not self._cardinality and welcome.elements > 0 and not self._said_empty:
+                self._said_empty = True
+                _LOG.warning(
+                    "feed %r: an epoch has %d elements, which make no step for %d ranks: it is empty. Use smaller "
+                    "batches, or fewer ranks",
+                    self.name,
+                    welcome.elements,
+                    self.topology().size,
+                )
             self._check_restored()
         return connection
 
@@ -615,7 +638,8 @@ def _end_all() -> None:
     _exiting = True
     sessions = [session for session in list(_open_sessions) if session.owner == os.getpid()]
     # The interpreter keeps the exception that ended the script here.
-    error = "its script ended with an exception" if getattr(sys, "last_value", None) is not None else ""
+    last = getattr(sys, "last_value", None)
+    error = f"its script ended with an exception: {_in_one_line(last)}" if last is not None else ""
     for session in sessions:
         session.close(error)
     if sessions:
@@ -624,6 +648,11 @@ def _end_all() -> None:
     if error:
         for session in sessions:
             session.tell_late_ranks(error)
+
+
+def _in_one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"
 
 
 def _drop_iterators() -> None:

@@ -124,7 +124,9 @@ class _Rank:
     waiting: bool = False
     told_failure: bool = False
     direct: bool = False
+    began: int = 0
     finished: int = -1
+    left_epochs: set[int] = dataclasses.field(default_factory=set)
     credit_steps: int = 1
     credit_bytes: int = 1
     inflight: collections.deque[tuple[Position, int]] = dataclasses.field(default_factory=collections.deque)
@@ -482,8 +484,12 @@ class Window:
         """
         with self._lock:
             state = self._ranks[rank]
-            state.last_epoch, state.direct = last_epoch, direct
+            if left is None and state.direct and position.epoch > state.began:
+                # It needs not have pulled the end of an epoch whose length it knows.
+                self._note_finished(rank, state.began)
+            state.last_epoch, state.direct, state.began = last_epoch, direct, position.epoch
             if left is not None and direct:
+                state.left_epochs.add(left.epoch)
                 self._check_left(rank, left, position)
             state.reader, state.next, state.pulled = reader, position, position
             state.told_failure = False
@@ -528,6 +534,9 @@ class Window:
                 while state.inflight and state.inflight[0][0] < pulled:
                     state.inflight_bytes -= state.inflight.popleft()[1]
                 state.waiting = waiting and not state.inflight
+                end = self._ends.get(state.began)
+                if state.direct and end is not None and state.pulled >= (state.began, end):
+                    self._note_finished(rank, state.began)
             state.acknowledged = max(state.acknowledged, acknowledged)
             state.trained.update(trained)
             self._trim()
@@ -668,12 +677,6 @@ class Window:
         if end is not None and position.step >= end:
             state.next = Position(position.epoch + 1, 0)
             state.at_end = not state.through_epochs
-            if state.direct:
-                state.finished = position.epoch
-                cut = self._left.get(position.epoch)
-                if cut is not None and cut.rank != rank and cut.left_at.step < end:
-                    self._fail_apart(cut, rank, f"finished epoch {position.epoch}, of {_count(end, 'step')}")
-                    return self._take(rank)
             return EpochEnd(state.reader, position.epoch, end)
         step = self._steps.get(position)
         if step is None:
@@ -689,19 +692,30 @@ class Window:
         return Delivery(state.reader, position, element)
 
     def _check_left(self, rank: int, left: Position, went_to: Position) -> None:
-        """Fails if another rank has trained more of the epoch that this one left: they are no longer in step."""
+        """Fails if another rank has trained all of the epoch that this one left: they are no longer in step."""
         cut = self._left.setdefault(left.epoch, _Cut(rank, left, went_to))
         for other, state in self._ranks.items():
-            end = self._ends.get(left.epoch)
-            if other != rank and state.direct and state.finished == left.epoch and end is not None and left.step < end:
-                self._fail_apart(cut, other, f"finished epoch {left.epoch}, of {_count(end, 'step')}")
+            if state.finished >= left.epoch and left.epoch not in state.left_epochs:
+                self._compare(cut, other)
+
+    def _note_finished(self, rank: int, epoch: int) -> None:
+        """A rank has pulled all of an epoch; what was sent to it does not count, as it may not have been wanted."""
+        state = self._ranks[rank]
+        state.finished = max(state.finished, epoch)
+        if epoch in self._left and epoch not in state.left_epochs:
+            self._compare(self._left[epoch], rank)
+
+    def _compare(self, cut: _Cut, finished: int) -> None:
+        epoch, end = cut.left_at.epoch, self._ends.get(cut.left_at.epoch)
+        if finished != cut.rank and end is not None and cut.left_at.step < end:
+            self._fail_apart(cut, finished, f"finished epoch {epoch}, of {_count(end, 'step')}")
 
     def _fail_apart(self, cut: _Cut, rank: int, what: str) -> None:
         self._fail(
             FailureKind.RANKS,
             f"the ranks iterate over different epochs: rank {cut.rank} left epoch {cut.left_at.epoch} at step "
             f"{cut.left_at.step} and went on to {cut.went_to}, but rank {rank} {what}. "
-            "All ranks must pull the same number of iterators; with model.fit, FeedCallback takes care of it",
+            "All ranks must leave an epoch at the same step, and pull the same number of iterators",
         )
 
     def _check_cut(self, rank: int, state: _Rank) -> None:

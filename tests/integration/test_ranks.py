@@ -202,6 +202,30 @@ def test_ranks_that_all_peek_go_on_together(make_ranks):
         assert outcome.result() == ([rank], whole, whole)
 
 
+@pytest.mark.parametrize("stop", [3, 4, 5])
+def test_ranks_that_all_break_off_near_an_epochs_end_go_on_together(make_ranks, stop):
+    # The end of the epoch has been sent to them by then, but they did not ask for it.
+    feeders = make_ranks(2, lambda: tf.data.Dataset.range(10))
+    sent = threading.Barrier(2)
+
+    def consume(feeder):
+        epochs = []
+        for _ in range(3):
+            got = []
+            for value in feeder:
+                got.append(int(value))
+                if len(got) == stop:
+                    break
+            wait_until(lambda: len(feeder.session.connection()._reader.items) == 5 - stop + 1, what="the epoch's end")
+            epochs.append(got)
+            sent.wait(SOON)
+        return epochs
+
+    outcomes = together(*(lambda f=f: consume(f) for f in feeders))
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.result() == [list(range(rank, 10, 2))[:stop]] * 3
+
+
 def test_a_rank_that_peeks_alone_gets_an_error_that_names_both(make_ranks):
     feeders = make_ranks(2, lambda: tf.data.Dataset.range(40), prefetch=2)
 

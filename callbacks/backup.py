@@ -152,6 +152,10 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._memory, self._batches = info["memory"], info["batches"]
         self._epoch, self._step = info["epoch"], self._resumed_step(info)
         self._set_counters(model, self._epoch, self._step)
+        # All ranks have the weights. Horovod would also hand out rank 0's statistics, after the first batch.
+        for callback in self._callbacks():
+            if hasattr(callback, "broadcast_done"):
+                callback.broadcast_done = True
         return self._epoch
 
     def _restore_own(self, state: model_state.ModelState, parts: dict[str, bytes], size: int) -> None:

@@ -50,7 +50,13 @@ class ModelState:
         if group == "weights":
             return list(model.trainable_variables)
         if group == "optimizer":
-            return _listed(model.optimizer.variables)
+            optimizer = model.optimizer
+            variables = _listed(optimizer.variables)
+            # Keras 2 does not count it among them, yet callbacks change it.
+            rate = getattr(optimizer, "learning_rate", None)
+            if isinstance(rate, tf.Variable) and not any(rate is variable for variable in variables):
+                variables.append(rate)
+            return variables
         if group == "metrics":
             return [variable for metric in model.metrics for variable in metric.variables]
         # Keras 3 holds the states of its generators among the model's variables, Keras 2 keeps them in the layers.

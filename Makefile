@@ -43,6 +43,7 @@ help: ## this list
 	echo 'make test ENV=keras3         pytest in that environment only (keras2, keras3, protobuf7), no lint'
 	echo 'make test ARGS="-k window"   with these arguments for pytest, in keras2 and keras3 (or ENV), no lint'
 	echo 'make demo NP=3 ARGS="..."     another number of ranks, arguments for the script'
+	echo 'make resume-check ENV=keras3 ARGS="--seed 1"   in that environment only, arguments for the script'
 	echo 'PYTHON=/path/to/python3.11 names the Python for new environments; `rm -r .venvs` removes all of them.'
 
 # --- environments -----------------------------------------------------------------------------------------------------
@@ -186,6 +187,25 @@ demo: $(if $(filter keras2,$(DEMO_ENV)),env-keras2) ## train examples/digits.py 
 	bin="$$PWD/.venvs/$(DEMO_ENV)/bin"
 	PATH="$$bin:$$PATH" $(NO_MAKE) "$$bin/horovodrun" --gloo -np $(NP) "$$bin/python" examples/digits.py $(ARGS) |
 	  sed -u 's/^\[0\]<stdout>://'  # what rank 0 prints, as it prints it
+
+RESUME_ENVS := $(filter $(KERAS_ENVS),$(or $(ENV),$(KERAS_ENVS)))
+
+.PHONY: resume-check
+resume-check: $(RESUME_ENVS:%=env-%) ## kill a training again and again: it must end with the same bits (5 minutes for each environment)
+	@$(if $(RESUME_ENVS),,echo "make resume-check: ENV=$(ENV): expected one of $(KERAS_ENVS)" >&2; exit 1)
+	failed=()
+	for env in $(RESUME_ENVS); do
+	  echo "== resume-check in $$env"
+	  $(NO_MAKE) ".venvs/$$env/bin/python" benchmarks/resume_check.py $(ARGS) || failed+=("$$env")
+	done
+	if (($${#failed[@]})); then echo "make resume-check: failed: $${failed[*]}" >&2; exit 1; fi
+
+BENCH_ENV := $(or $(ENV),keras2)
+
+.PHONY: bench
+bench: $(filter env-keras%,env-$(BENCH_ENV)) ## what a backup adds to Keras's own saving of weights
+	@$(if $(filter $(KERAS_ENVS),$(BENCH_ENV)),,echo "make bench: ENV=$(ENV): expected one of $(KERAS_ENVS)" >&2; exit 1)
+	$(NO_MAKE) ".venvs/$(BENCH_ENV)/bin/python" benchmarks/backup_cost.py $(ARGS)
 
 .PHONY: proto
 proto: .venvs/keras2/.stamps/packages ## generate kerasfeed/proto/feed_pb2.py and .pyi from feed.proto

@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import dataclasses
 import hashlib
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -32,7 +33,7 @@ import time
 import uuid
 from collections.abc import Iterator
 
-from resume_training import BATCH, EPOCHS, KERAS3, PREFETCH, RANKS, SAVE_FREQ, STEPS
+from resume_settings import BATCH, EPOCHS, PREFETCH, RANKS, SAVE_FREQ, STEPS
 
 TRAINING = pathlib.Path(__file__).resolve().with_name("resume_training.py")
 BIN = pathlib.Path(sys.executable).parent
@@ -295,8 +296,9 @@ def main() -> int:
     parser.add_argument("--restarts", type=int, default=10, help="how often the job is killed (default: 10)")
     args = parser.parse_args()
     seed = args.seed if args.seed is not None else random.SystemRandom().randrange(10**6)
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("tensorflow", "keras", "horovod"))
     print(
-        f"resume-check: Keras {3 if KERAS3 else 2}, {RANKS} ranks, seed {seed}: {EPOCHS} epochs of {STEPS} steps, "
+        f"resume-check: {versions}, {RANKS} ranks, seed {seed}: {EPOCHS} epochs of {STEPS} steps, "
         f"{BATCH} images for each rank in a step, a backup every {SAVE_FREQ} steps",
         flush=True,
     )

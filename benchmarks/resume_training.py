@@ -19,20 +19,15 @@ from typing import Any
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
+from resume_settings import BATCH, EPOCHS, PREFETCH, SAVE_FREQ, STEPS
 from tensorflow import keras
 
 import kerasfeed
 
 KERAS3 = hasattr(keras, "ops")
-EPOCHS = 3
-STEPS = 100  # in an epoch
-BATCH = 16
 SIDE = 12
 CLASSES = 4
-SAVE_FREQ = 7  # batches; does not divide STEPS
-PREFETCH = 2
 LEARNING_RATE = 1e-3
-RANKS = 2
 
 
 # --- the data ---------------------------------------------------------------------------------------------------------

@@ -64,28 +64,15 @@ class Job:
         self._records = folder / "trained-0"
         self._log = folder / "output"
         self._heard, self._heard_of = time.monotonic(), self.line_count()
-        command = [
-            "horovodrun",
-            "--gloo",
-            "-np",
-            str(RANKS),
-            str(BIN / "python"),
-            str(TRAINING),
-            str(folder),
-            str(seed),
-        ]
+        command = ["horovodrun", "--gloo", "-np", str(RANKS), sys.executable, str(TRAINING), str(folder), str(seed)]
+        env = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", MARK: self._mark}
         with self._log.open("ab") as output:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={
-                    **os.environ,
-                    "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
-                    MARK: self._mark,
-                    "PYTHONFAULTHANDLER": "1",
-                },
+                env={**env, "PYTHONFAULTHANDLER": "1"},
                 start_new_session=True,
             )
 
@@ -338,7 +325,8 @@ def main() -> int:
     shutil.rmtree(base, ignore_errors=True)
     print(
         f"resume-check: passed with seed {seed}: {args.kills} kills of the producer and {args.restarts} of the job: "
-        f"all {len(reference)} digests equal in the {len(outcomes)} runs"
+        f"all {len(reference)} digests equal in the {len(outcomes)} runs, "
+        f"{sum(outcome.seconds for outcome in outcomes.values()):.0f} s in all"
     )
     return 0
 

@@ -28,7 +28,7 @@ class DataFeeder(tf.data.Dataset):
     """A dataset that one producer process feeds to all ranks: each element is produced once and reaches one rank.
 
     It goes wherever a `tf.data.Dataset` goes: `model.fit`, `evaluate`, `predict`, a `for` loop, `.map(...)`. All ranks
-    build the same feeders in the same order. The producer is a child process of one rank; it runs `dataset_fn`, and
+    build the same feeders, each under a name of its own. The producer is a child process of one rank; it runs `dataset_fn`, and
     element `s * size + r` of an epoch is what rank `r` trains in step `s`.
 
     Example:
@@ -59,8 +59,8 @@ class DataFeeder(tf.data.Dataset):
         seed: Seed of TensorFlow, Python and NumPy in the producer, from 0 to 2**31 - 1. Default `None`: a random one.
         deterministic: Whether the producer runs with `tf.config.experimental.enable_op_determinism()`, which a parallel
             `map` with random ops needs to repeat its results. Default `False`.
-        prefetch: Steps that the producer keeps ready ahead of the ranks, at least 2 whatever is given. Default 8,
-            unless a `FeedCallback` says otherwise.
+        prefetch: Steps that the producer keeps ready beyond those it has sent, at least 2 whatever is given; each rank
+            holds up to as many that it has not pulled yet. Default 8, unless a `FeedCallback` says otherwise.
         max_buffer_bytes: Most bytes of produced elements that the producer holds. Room for two steps is made all the
             same, with a warning. Default 1 GiB.
         verify: How an element that is produced again, after a death or a restore, is held to what it was.

@@ -28,8 +28,8 @@ class DataFeeder(tf.data.Dataset):
     """A dataset that one producer process feeds to all ranks: each element is produced once and reaches one rank.
 
     It goes wherever a `tf.data.Dataset` goes: `model.fit`, `evaluate`, `predict`, a `for` loop, `.map(...)`. All ranks
-    build the same feeders, each under a name of its own. The producer is a child process of one rank; it runs `dataset_fn`, and
-    element `s * size + r` of an epoch is what rank `r` trains in step `s`.
+    build the same feeders, each under a name of its own. The producer is a child process of one rank; it runs
+    `dataset_fn`, and element `s * size + r` of an epoch is what rank `r` trains in step `s`.
 
     Example:
 

@@ -21,6 +21,7 @@ from kerasfeed.errors import (
 if TYPE_CHECKING:
     from kerasfeed import callbacks
     from kerasfeed.feeder import DataFeeder
+    from kerasfeed.replay_check import ReplayReport, check
     from kerasfeed.session import EpochStatistics
     from kerasfeed.state import FeedState
     from kerasfeed.topology import Topology
@@ -37,9 +38,11 @@ __all__ = [
     "ProducerError",
     "RankError",
     "ReplayMismatchError",
+    "ReplayReport",
     "StateError",
     "Topology",
     "callbacks",
+    "check",
 ]
 
 # Imported at first use: Keras by those who use the callbacks, TensorFlow by a producer only when it listens.
@@ -47,7 +50,9 @@ _HOMES = {
     "DataFeeder": "kerasfeed.feeder",
     "EpochStatistics": "kerasfeed.session",
     "FeedState": "kerasfeed.state",
+    "ReplayReport": "kerasfeed.replay_check",
     "Topology": "kerasfeed.topology",
+    "check": "kerasfeed.replay_check",
 }
 
 

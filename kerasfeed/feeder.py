@@ -123,7 +123,7 @@ class DataFeeder(tf.data.Dataset):
         )
         if topology is not None and not isinstance(topology, Topology):
             raise TypeError(f"DataFeeder: topology must be a kerasfeed.Topology. Received: {topology!r}")
-        self.session = Session(_prepare(dataset), options, topology)
+        self.session = Session(prepare(dataset), options, topology)
         self._inner: tf.data.Dataset | None = None
         self._limited: tf.data.Dataset | None = None
         super().__init__(None)
@@ -293,8 +293,13 @@ class FeedIterator(iterator_ops.OwnedIterator):
             raise type(failure)(str(failure)) from None
 
 
-def _prepare(dataset: Any) -> Callable[[], Source]:
-    """Returns a function that makes the dataset ready to travel, to be called on the producer's rank only."""
+def prepare(dataset: Any, argument: str = "DataFeeder: dataset") -> Callable[[], Source]:
+    """Returns a function that makes the dataset ready to travel, to be called on the producer's rank only.
+
+    Args:
+        dataset: What the user gave.
+        argument: What messages call it.
+    """
     if isinstance(dataset, tf.data.Dataset):
 
         def source() -> Source:
@@ -304,11 +309,11 @@ def _prepare(dataset: Any) -> Callable[[], Source]:
         return source
     if isinstance(dataset, (str, bytes)):
         raise ValueError(
-            f"DataFeeder: the address of a producer that already runs is not supported yet. Received: {dataset!r}"
+            f"{argument}: the address of a producer that already runs is not supported yet. Received: {dataset!r}"
         )
     if not callable(dataset):
         raise TypeError(
-            "DataFeeder: dataset must be a function that returns a tf.data.Dataset, or a tf.data.Dataset. "
+            f"{argument} must be a function that returns a tf.data.Dataset, or a tf.data.Dataset. "
             f"Received: {type(dataset).__name__}"
         )
     takes_context(dataset)

@@ -15,7 +15,7 @@ TRANSPORTS = ("auto", "grpc")
 VERIFY = ("blocks", "full", "warn")
 RESUME = ("auto", "replay")
 DEFAULT_MAX_STATE_BYTES = 64 << 20
-_MAX_SEED = 2**31 - 1
+MAX_SEED = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class FeedOptions:
         self._whole("prefetch", low=1, optional=True)
         self._whole("max_buffer_bytes", low=1)
         self._whole("port", low=0, high=65535)
-        self._whole("seed", low=0, high=_MAX_SEED, optional=True)
+        self._whole("seed", low=0, high=MAX_SEED, optional=True)
         if not isinstance(self.deterministic, bool):
             raise TypeError(f"DataFeeder: deterministic must be True or False. Received: {self.deterministic!r}")
         timeout = self.start_timeout

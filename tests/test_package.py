@@ -26,9 +26,11 @@ NAMES = {
     "ProducerError",
     "RankError",
     "ReplayMismatchError",
+    "ReplayReport",
     "StateError",
     "Topology",
     "callbacks",
+    "check",
 }
 
 
@@ -67,7 +69,9 @@ def test_docstrings_name_every_argument() -> None:
             assert re.search(rf"^ +{argument}: ", text, re.MULTILINE), f"{name}: nothing about {argument}"
 
 
-@pytest.mark.parametrize("name", ["DataFeeder", "FeedState", "callbacks.BackupAndRestore", "callbacks.FeedCallback"])
+@pytest.mark.parametrize(
+    "name", ["DataFeeder", "FeedState", "callbacks.BackupAndRestore", "callbacks.FeedCallback", "check"]
+)
 def test_docstrings_have_an_example(name: str) -> None:
     value = public_objects()[f"kerasfeed.{name}"]
     assert "Example" in (inspect.getdoc(value) or "")

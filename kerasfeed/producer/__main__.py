@@ -35,7 +35,7 @@ _REFUSED_CODE = 3
 _KERAS_OF_TENSORFLOW = ("keras.src.optimizers", "tf_keras.src.optimizers")
 
 
-def _watch_lifeline(fd: int, parent: int, scratch: str) -> None:
+def watch_lifeline(fd: int, parent: int, scratch: str) -> None:
     while True:
         readable, _, _ = select.select([fd], [], [], _PARENT_POLL_SECONDS)
         if (readable and not os.read(fd, 1)) or os.getppid() != parent:
@@ -57,7 +57,7 @@ def _end() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _finish(code: int = 0) -> None:
+def finish(code: int = 0) -> None:
     """Ends this process in peace: what the user's code registered with `atexit` runs, within limits."""
     threading.Timer(_EXIT_SECONDS, _end).start()
     atexit._run_exitfuncs()
@@ -66,14 +66,19 @@ def _finish(code: int = 0) -> None:
     os._exit(code)
 
 
-def main() -> None:
-    # The lifeline moves away from standard input, so that user code that reads finds an end, not our pipe.
+def take_lifeline() -> int:
+    """Moves the lifeline away from standard input, so that user code that reads finds an end, not our pipe."""
     lifeline = os.dup(0)
     os.set_inheritable(lifeline, False)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return lifeline
+
+
+def main() -> None:
+    lifeline = take_lifeline()
 
     from kerasfeed.producer.launch import SCRATCH_VARIABLE, Launch, Progress
 
@@ -87,7 +92,7 @@ def main() -> None:
     for fd in (launch.control_fd, launch.progress_fd, launch.journal_fd):
         os.set_inheritable(fd, False)
     threading.Thread(
-        target=_watch_lifeline, args=(lifeline, launch.parent, scratch), name="kerasfeed-lifeline", daemon=True
+        target=watch_lifeline, args=(lifeline, launch.parent, scratch), name="kerasfeed-lifeline", daemon=True
     ).start()
     control = os.fdopen(launch.control_fd, "w", buffering=1)
 
@@ -106,25 +111,25 @@ def main() -> None:
         server, port = service.start(launch.host, launch.port)
     except OSError as error:
         report(refused=str(error))
-        _finish(_REFUSED_CODE)
+        finish(_REFUSED_CODE)
         return
     report(port=port)
 
     sys.path[:] = launch.module_path
-    _stand_in_for_script(launch.script, launch.sources)
+    stand_in_for_script(launch.script, launch.sources)
 
     def take_leave(window: Any) -> None:
         window.wait_until_drained()
         report(statistics=status_message(window, 0).SerializeToString().hex())
         server.stop(_FAREWELL_SECONDS).wait()
-        _finish()
+        finish()
 
     _serve(launch, options, service, report, Progress(launch.progress_fd), scratch, take_leave)
     # Whoever takes leave ends the process; if there is nothing to take leave of, the end of the lifeline does.
     threading.Event().wait()
 
 
-def _stand_in_for_script(script: str, sources: dict[str, str]) -> None:
+def stand_in_for_script(script: str, sources: dict[str, str]) -> None:
     """Makes `__main__` an empty stand-in for the rank's script, whose functions come by value.
 
     With this module in its place AutoGraph would look for their source code here, and not find it.
@@ -137,7 +142,7 @@ def _stand_in_for_script(script: str, sources: dict[str, str]) -> None:
         linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
 
 
-def _keep_generated_code_in(folder: str) -> None:
+def keep_generated_code_in(folder: str) -> None:
     """Lets AutoGraph write its files where they go away even if this process can't remove them."""
     from tensorflow.python.autograph.pyct import loader
 
@@ -146,7 +151,7 @@ def _keep_generated_code_in(folder: str) -> None:
         loader.tempfile = types.SimpleNamespace(NamedTemporaryFile=make)
 
 
-def _import_tensorflow() -> types.ModuleType:
+def import_tensorflow() -> types.ModuleType:
     """Imports TensorFlow without what takes a third to a half of the time and is no use here.
 
     `import tensorflow` imports Keras too, so that SavedModels with Keras optimizers can be loaded, and goes on without
@@ -167,6 +172,22 @@ def _import_tensorflow() -> types.ModuleType:
         gc.enable()
 
 
+def load_source(launch: Any) -> tuple[Any, Any]:
+    """Returns `dataset_fn` and `None`, or a dataset's graph and its element spec."""
+    import cloudpickle
+
+    from kerasfeed import spec
+
+    if launch.payload_kind != "function":
+        return launch.payload, spec.decode_spec(launch.source_spec.encode())
+    function = cloudpickle.loads(launch.payload)
+    for name in launch.modules:
+        # Only AutoGraph looks for it, and what can't be imported here was made by hand.
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    return function, None
+
+
 def _serve(
     launch: Any,
     options: Any,
@@ -178,11 +199,8 @@ def _serve(
 ) -> None:
     """Builds the pipeline and pumps it. If it can't be built, ranks that come are told why."""
     try:
-        import cloudpickle
+        tf = import_tensorflow()
 
-        tf = _import_tensorflow()
-
-        from kerasfeed import spec
         from kerasfeed.producer import pump
         from kerasfeed.producer.digest import Journal
         from kerasfeed.producer.pipeline import Pipeline
@@ -192,17 +210,10 @@ def _serve(
         from kerasfeed.producer.window import EpochCount, Window
         from kerasfeed.proto import feed_pb2
 
-        _keep_generated_code_in(scratch)
+        keep_generated_code_in(scratch)
         if options.deterministic:
             tf.config.experimental.enable_op_determinism()
-        if launch.payload_kind == "function":
-            source, source_spec = cloudpickle.loads(launch.payload), None
-            for name in launch.modules:
-                # Only AutoGraph looks for it, and what can't be imported here was made by hand.
-                with contextlib.suppress(Exception):
-                    importlib.import_module(name)
-        else:
-            source, source_spec = launch.payload, spec.decode_spec(launch.source_spec.encode())
+        source, source_spec = load_source(launch)
         lengths = {int(pass_): elements for pass_, elements in launch.pass_lengths.items()}
         whole = launch.restored[0] if launch.restored is not None else 0
         pipeline = Pipeline(

@@ -49,7 +49,8 @@ def end_all_producers(failed: bool) -> None:
         supervisor.end(_FAILED_EXIT_SECONDS if failed else _EXIT_SECONDS)
 
 
-def _environment(seed: int) -> dict[str, str]:
+def environment(seed: int) -> dict[str, str]:
+    """Returns the environment of a producer: this process's, without what would make it a rank, with a hash seed."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER_PREFIXES) and k != "KERASFEED_TOKEN"}
     env.update(dict.fromkeys(_HIDDEN_DEVICES, "-1"))
     env["PYTHONHASHSEED"] = str(seed)
@@ -228,7 +229,7 @@ class Supervisor:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     pass_fds=(control_write, progress_fd, journal_fd),
-                    env={**_environment(self._launch.seed), SCRATCH_VARIABLE: scratch},
+                    env={**environment(self._launch.seed), SCRATCH_VARIABLE: scratch},
                     start_new_session=True,
                     bufsize=0,
                 )
@@ -274,7 +275,7 @@ class Supervisor:
             in_peace = child.returncode == 0 and self._statistics is not None
             if self._stopping or self._failure is not None or in_peace:
                 return False
-        self._deaths.append(_how_it_ended(child.returncode))
+        self._deaths.append(how_it_ended(child.returncode))
         return True
 
     def _follow(self, control: int, pid: int) -> None:
@@ -376,7 +377,8 @@ class Supervisor:
                     return
 
 
-def _how_it_ended(code: int) -> str:
+def how_it_ended(code: int) -> str:
+    """Returns what an exit code says, in words."""
     if code >= 0:
         return f"exit code {code}"
     try:

@@ -286,9 +286,7 @@ class _Try:
         self._child.stdin.close()
         os.close(self._control)
 
-    def run(
-        self, source: Source, size: int, seed: int, options: dict[str, Any], restarted: bool
-    ) -> Outcome:
+    def run(self, source: Source, size: int, seed: int, options: dict[str, Any], restarted: bool) -> Outcome:
         """Tries, and returns what became of it."""
         launch = Launch(
             options=options,

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import resource
+import shutil
 import sys
 import tempfile
 import threading
@@ -106,7 +107,8 @@ def read_graph(graph: Any, traits: Any, cardinality: int, deterministic: bool) -
     if traits.random_ops and traits.keeps_state:
         drawing = ", ".join(sorted(traits.random_ops))
         notes.append(f"{drawing} draws the same numbers in every epoch, because {traits.keeps_state}")
-    if not traits.cheap_walk:
+    built_for_each_pass = traits.random_ops and not traits.keeps_state
+    if not traits.cheap_walk and not built_for_each_pass:
         notes.append("it may keep state from epoch to epoch: to come back to one, all before it are produced again")
         if cardinality < 0:
             notes.append(
@@ -172,7 +174,8 @@ def main() -> None:
     try:
         launch = Launch.read_from(lifeline)
     except EOFError:
-        # It is not needed any more.
+        # Whoever started it is gone, and would have removed this.
+        shutil.rmtree(scratch, ignore_errors=True)
         os._exit(_GONE_CODE)
     os.set_inheritable(launch.control_fd, False)
     threading.Thread(

@@ -122,7 +122,8 @@ def test_notes_tell_of_caches_endless_walks_and_random_numbers_that_repeat():
     assert "all before it are produced again" in notes
     assert "/tmp/some/cache" in " ".join(word_of(numbers().cache("/tmp/some/cache")).notes)
     assert "no known cardinality" in " ".join(word_of(numbers().repeat(2).filter(lambda i: i > 2)).notes)
-    assert word_of(numbers().shuffle(8)).notes == ()
+    for jumps in (numbers().shuffle(8), numbers().map(uniform).repeat(2)):
+        assert word_of(jumps).notes == ()
 
 
 def outcome(*passes, spec="[]", fingerprint="ab", **more):

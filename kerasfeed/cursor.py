@@ -62,19 +62,29 @@ class Cursor:
         """An iterator pulls for the first time."""
         self._tickets += 1
         left = None
+        start = self.next_start
         if not self.bound:
-            start = self.pulled
-            if self.pulled.step and not self._resumes:
-                left, start = self.pulled, Position(self.pulled.epoch + 1, 0)
+            left = self.pulled if start != self.pulled else None
             self._train_all(start)
-        elif self.through_epochs:
-            start = self.pulled
-        else:
-            start = max(self._start, self.acknowledged)
+        elif not self.through_epochs:
             self._untrained = collections.deque(p for p in self._untrained if p < start)
         self.pulled = start
         self._resumes = False
         return Ticket(self._tickets, start, self.bound and self.through_epochs, left)
+
+    def settle(self, position: Position) -> Position:
+        """Returns the place behind the last step of an epoch as the first of the next one; others as they are."""
+        behind = position.step > 0 and position.step == self.steps_in(position.epoch)
+        return Position(position.epoch + 1, 0) if behind else position
+
+    @property
+    def next_start(self) -> Position:
+        """Where the next iterator will start."""
+        if self.bound:
+            return self.pulled if self.through_epochs else max(self._start, self.acknowledged)
+        if self.pulled.step and not self._resumes:
+            return Position(self.pulled.epoch + 1, 0)
+        return self.pulled
 
     def check(self, ticket: Ticket) -> None:
         """Raises `FeedClosedError` if another iterator has pulled since."""

@@ -426,7 +426,7 @@ class Session:
         """
         connection = self.connection()
         with self._lock:
-            position = self.cursor.acknowledged if position is None else position
+            position = self.cursor.settle(self.cursor.acknowledged if position is None else position)
         place = connection.state(position, again_after)
         snapshot = {}
         if place.snapshot_size:
@@ -550,7 +550,8 @@ class Session:
         connection = self.connection()
         with self._lock:
             self.cursor.begin_epoch()
-            start = self.cursor.acknowledged
+            # A kept iterator hears of an epoch's end only with its next pull.
+            start = self.cursor.settle(self.cursor.acknowledged)
             may_be_over = start.step > 0 or start.epoch == self.cursor.irregular_epoch
             if self.cursor.through_epochs or not may_be_over or self.cursor.steps_in(start.epoch) is not None:
                 return start

@@ -314,6 +314,27 @@ def test_an_iterator_rebuilt_within_an_epoch_goes_on_at_what_is_trained_at_least
 # ---- Any order of events ----
 
 
+def test_behind_the_last_step_of_an_epoch_begins_the_next_one():
+    cursor = Cursor("train")
+    assert cursor.settle(Position(2, 7)) == (2, 7)
+    cursor.epoch_steps, cursor.irregular_epoch = 7, 3
+    assert [cursor.settle(Position(*p)) for p in [(2, 7), (2, 6), (3, 7), (4, 0)]] == [(3, 0), (2, 6), (3, 7), (4, 0)]
+
+
+def test_the_next_start_is_where_an_iterator_will_start():
+    cursor = Cursor("train")
+    for pulled, start in ((0, (0, 0)), (3, (1, 0)), (0, (1, 0))):
+        assert cursor.next_start == start
+        ticket = cursor.open()
+        assert ticket.start == start
+        pull(cursor, ticket, pulled)
+    cursor.restore(Position(4, 2))
+    assert cursor.next_start == (4, 2)
+    cursor.bind(Position(4, 2), through_epochs=True)
+    pull(cursor, cursor.open(), 2)
+    assert cursor.next_start == (4, 4)
+
+
 class BoundCursor(RuleBasedStateMachine):
     """A fit on a bound cursor, against a model: the set of trained steps is a prefix of the stream, with no step twice.
 

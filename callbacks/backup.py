@@ -1,8 +1,9 @@
 """`BackupAndRestore`: training that was killed goes on where its backup stood: weights, optimizer, data and all.
 
-Saving waits until every other callback has had its turn: what `on_train_batch_end` calls for is written when the next
-batch begins, or the next epoch, or when training ends. Restoring happens once in a `fit`, when the first of the
-callbacks that need it begins: the order of callbacks in the list does not matter.
+Saving waits until every other callback has had its turn, and comes before the next turn of any: what
+`on_train_batch_end` calls for is written when the next batch begins, or the next epoch, or when training ends.
+Restoring happens once in a `fit`, when the first of the callbacks that need it begins: the order of callbacks in the
+list does not matter.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,14 +22,16 @@ from kerasfeed.callbacks import model_state
 from kerasfeed.callbacks.keras_loop import KerasLoop
 from kerasfeed.collective import broadcast_bytes, gather_bytes
 from kerasfeed.errors import StateError
-from kerasfeed.feeder import DataFeeder
-from kerasfeed.schedule import Position
+from kerasfeed.feeder import DataFeeder, derives_from_feeder
 from kerasfeed.state import FeedState
 
 _LOG = logging.getLogger("kerasfeed")
 _WRITER = 0
 # Which `fit` calls with this folder have come to their end in this process, by its path.
 _ended: dict[str, int] = {}
+# Who writes to a folder in this process, by its path: a fit that raised may not be over, as long as somebody holds its
+# exception, and the next one takes its place.
+_writers: weakref.WeakValueDictionary[str, BackupFolder] = weakref.WeakValueDictionary()
 
 
 class BackupAndRestore(keras.callbacks.Callback):
@@ -61,8 +65,9 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     Raises:
         TypeError: `feeders` holds something else than `DataFeeder`s.
-        ValueError: `save_freq` is neither `"epoch"` nor an int of at least 1.
-        StateError: In `fit`: the backup is damaged, or belongs to another model or feed.
+        ValueError: `save_freq` is neither `"epoch"` nor an int of at least 1. In `fit`: there is no `FeedCallback`.
+        StateError: In `fit`: the backup is damaged, or belongs to another model or feed; or `backup_dir` can't be
+            written to, or another job does.
     """
 
     def __init__(
@@ -74,15 +79,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         delete_checkpoint: bool = True,
     ):
         super().__init__()
-        self._feeders = [feeders] if isinstance(feeders, DataFeeder) else list(feeders)
-        for feeder in self._feeders:
-            if not isinstance(feeder, DataFeeder):
-                raise TypeError(f"BackupAndRestore: feeders must be DataFeeders. Received: {type(feeder).__name__}")
-        names = [feeder.name for feeder in self._feeders]
-        if not names or len(set(names)) < len(names):
-            raise ValueError(
-                f"BackupAndRestore: feeders must be at least one, with names of their own. Received: {names}"
-            )
+        self.feeders = check_feeders("BackupAndRestore", feeders)
         whole = isinstance(save_freq, int) and not isinstance(save_freq, bool)
         if save_freq != "epoch" and not (whole and int(save_freq) >= 1):
             raise ValueError(
@@ -95,7 +92,12 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._loop: KerasLoop | None = None
         self._memory: list[Any] = []
         self._late_metrics: bytes | None = None
-        self._begun = False
+        self._begun = self._skipped = self._surrounded = False
+        self._trained = self.feeders[0]
+        self._feed_states: dict[str, bytes] | None = None
+        self._restored: bytes | None = None
+        self._over: Any = None
+        self._starts: list[Any] = []
         self._resumed_epoch: int | None = None
         self._epoch = 0
         self._step = 0
@@ -109,13 +111,25 @@ class BackupAndRestore(keras.callbacks.Callback):
 
         `FeedCallback` calls it as well: the feed must be restored before it is bound to the `fit`.
         """
-        if not self._begun:
-            self._begun = True
-            self._loop = KerasLoop.find(model, "fit")
+        loop = KerasLoop.find(model, "fit")
+        if not self._begun or (loop is not None and not loop.same_call(self._loop)):
+            self._begun, self._loop = True, loop
+            self._skipped = self._surrounded = self._pending = False
             self._epoch = self._step = self._batches = 0
-            self._pending = False
-            self._memory, self._late_metrics = [], None
-            self._resumed_epoch = self._restore(model)
+            self._memory, self._late_metrics, self._feed_states, self._restored = [], None, None, None
+            self._starts = []
+            if loop is not None:
+                self._trained = next((f for f in self.feeders if derives_from_feeder(loop.dataset, f)), self._trained)
+                self._surrounded = loop.surround(_BeforeAll(self), _AfterAll(self))
+                if self._over is not None:
+                    self._over.detach()
+                self._over = loop.when_over(_end_fit, self._folder, weakref.ref(model), self._starts)
+            try:
+                self._resumed_epoch = self._restore(model)
+            except BaseException:
+                self._begun = False
+                self._folder.unlock()
+                raise
         return self._resumed_epoch
 
     def _restore(self, model: Any) -> int | None:
@@ -137,18 +151,21 @@ class BackupAndRestore(keras.callbacks.Callback):
                 # This fit was over when the backup was made, in the next one.
                 return self._skip(model)
             return None
-        state.build(self._feeders[0].element_spec)
+        # All is compared before anything is changed.
+        feed_states = [self._feed_state(parts, feeder) for feeder in self.feeders]
+        state.build(self._trained.element_spec)
+        if self._loop is not None:
+            self._loop.build_metrics(model)
         state.unpack(parts["shared"], model_state.SHARED)
         self._restore_own(state, parts, info["size"])
-        for feeder in self._feeders:
-            name = f"feed-{feeder.name}"
-            if name not in parts:
-                raise StateError(
-                    f"the backup in {self._path} has nothing of feed {feeder.name!r}; it has "
-                    f"{', '.join(sorted(n.removeprefix('feed-') for n in parts if n.startswith('feed-')))}"
-                )
-            position = feeder.session.restore(FeedState.from_bytes(parts[name]))
+        for feeder, feed_state in zip(self.feeders, feed_states, strict=True):
+            position = feeder.session.restore(feed_state)
             _LOG.info("feed %r: restored at %s", feeder.name, position)
+        self._restored = parts["shared"]
+        for callback in self._callbacks():
+            # Horovod's would give all ranks what is rank 0's own, after the first batch: they have the same weights.
+            if hasattr(callback, "broadcast_done"):
+                callback.broadcast_done = True
         self._memory, self._batches = info["memory"], info["batches"]
         self._epoch, self._step = info["epoch"], self._resumed_step(info)
         self._set_counters(model, self._epoch, self._step)
@@ -157,6 +174,17 @@ class BackupAndRestore(keras.callbacks.Callback):
             if hasattr(callback, "broadcast_done"):
                 callback.broadcast_done = True
         return self._epoch
+
+    def _feed_state(self, parts: dict[str, bytes], feeder: DataFeeder) -> FeedState:
+        name = f"feed-{feeder.name}"
+        if name not in parts:
+            raise StateError(
+                f"the backup in {self._path} has nothing of feed {feeder.name!r}; it has "
+                f"{', '.join(sorted(n.removeprefix('feed-') for n in parts if n.startswith('feed-')))}"
+            )
+        state = FeedState.from_bytes(parts[name])
+        feeder.session.check(state)
+        return state
 
     def _restore_own(self, state: model_state.ModelState, parts: dict[str, bytes], size: int) -> None:
         rank, now = self._topology.rank, self._topology.size
@@ -178,10 +206,11 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._late_metrics = own
 
     def _resumed_step(self, info: dict[str, Any]) -> int:
-        start: Position = self._feeders[0].session.cursor.acknowledged
+        start = self._trained.session.cursor.acknowledged
         return int(info["step"]) if self._topology.size == info["size"] else start.step
 
     def _skip(self, model: Any) -> int:
+        self._skipped = True
         loop = self._loop
         epochs = loop.last_epoch if loop is not None else 0
         _LOG.info("BackupAndRestore: this fit was over when the backup in %s was made", self._path)
@@ -190,9 +219,11 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     def _set_counters(self, model: Any, epoch: int, step: int) -> None:
         if hasattr(model, "_training_state"):
-            model._training_state = _Counters(model, epoch, step)
+            self._starts.append(_Counters(model, epoch, step))
+            model._training_state = self._starts[0]
         else:
-            model._initial_epoch = epoch
+            self._starts.append(_Epoch(epoch))
+            model._initial_epoch = self._starts[0]
 
     def _load(self) -> dict[str, bytes] | None:
         """Returns all parts of the newest backup, the same on all ranks."""
@@ -202,13 +233,17 @@ class BackupAndRestore(keras.callbacks.Callback):
         failure = ""
         if not together or topology.rank == _WRITER:
             try:
+                if topology.rank == _WRITER:
+                    self._lock()
                 backup = self._folder.newest()
                 parts = _read_all(backup) if backup is not None else None
-            except (StateError, OSError) as error:
-                if not together:
-                    raise
+            except StateError as error:
                 failure = str(error)
+            except OSError as error:
+                failure = f"{self._path}: can't be used for backups: {error}"
         if not together:
+            if failure:
+                raise StateError(failure)
             return parts
         # All ranks must take the same one, and raise the same error: what each of them sees may differ.
         payload = {"failure": failure, "names": sorted(parts) if parts is not None else None}
@@ -222,7 +257,25 @@ class BackupAndRestore(keras.callbacks.Callback):
             name: broadcast_bytes(mine.get(name, b""), _WRITER, f"kerasfeed.backup.{name}") for name in head["names"]
         }
 
+    def _lock(self) -> None:
+        """Becomes the writer now: a folder that can't be written to is better told before an epoch is trained."""
+        before = _writers.get(self._path)
+        if before is not None and before is not self._folder:
+            before.unlock()
+        self._folder.lock()
+        _writers[self._path] = self._folder
+
     # ---- Saving ----
+
+    def save_pending(self) -> None:
+        """Writes the backup that was called for."""
+        if self._pending:
+            self._save(self.model)
+
+    def note_feeds(self) -> None:
+        """Takes down where the feeds stand, for the last backup: `FeedCallback` is about to close them."""
+        if self._pending and not self._delete and self._topology.rank == _WRITER:
+            self._feed_states = states_of_feeds(self.feeders, self._steps_between)
 
     def _save(self, model: Any) -> None:
         self._pending = False
@@ -243,8 +296,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         }
         parts: dict[str, Any] = {"info": json.dumps(info).encode(), "shared": state.pack(model_state.SHARED)}
         parts.update({f"own-{rank}": data for rank, data in enumerate(owns)})
-        for feeder in self._feeders:
-            parts[f"feed-{feeder.name}"] = feeder.state(again_after=self._steps_between).to_bytes()
+        feed_states = self._feed_states or states_of_feeds(self.feeders, self._steps_between)
+        parts.update({f"feed-{name}": data for name, data in feed_states.items()})
         self._folder.write(parts, {key: info[key] for key in ("fit", "epoch", "step", "size")})
 
     @property
@@ -256,7 +309,7 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     @property
     def _topology(self) -> Any:
-        return self._feeders[0].topology
+        return self.feeders[0].topology
 
     # ---- Hooks ----
 
@@ -265,28 +318,36 @@ class BackupAndRestore(keras.callbacks.Callback):
         self.begin(self.model)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Writes the backup of the epoch before, now that all callbacks had their turn."""
-        if self._resumed_epoch is not None and epoch == self._resumed_epoch:
-            model_state.remember(self._callbacks(), self._memory)
-            if self._late_metrics is not None and self._step:
-                self._restore_metrics()
-        else:
+        """Writes the backup of the epoch before."""
+        self.save_pending()
+        if epoch != self._resumed_epoch:
             self._step = 0
         self._epoch = epoch
-        if self._pending:
-            self._save(self.model)
+        if not self._surrounded:
+            self.epoch_begun()
+
+    def epoch_begun(self) -> None:
+        """Where an epoch goes on that was begun before: undoes what its beginning has done for the second time."""
+        if self._restored is None:
+            return
+        shared, self._restored = self._restored, None
+        model_state.remember(self._callbacks(), self._memory)
+        if self._step:
+            # A schedule may have set the learning rate from what it was, and Keras has reset the metrics.
+            model_state.ModelState(self.model).unpack(shared, model_state.SHARED)
+            self._restore_metrics()
 
     def _restore_metrics(self) -> None:
+        if self._late_metrics is None:
+            return
         state = model_state.ModelState(self.model)
-        assert self._late_metrics is not None
         if len(state.variables("metrics")) == model_state.count(self._late_metrics, "metrics"):
             state.unpack(self._late_metrics, ("metrics",))
             self._late_metrics = None
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Writes the backup that the batch before called for."""
-        if self._pending:
-            self._save(self.model)
+        self.save_pending()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Counts batches; the backup is written when all callbacks had their turn."""
@@ -308,18 +369,66 @@ class BackupAndRestore(keras.callbacks.Callback):
             self._pending = True
 
     def on_train_end(self, logs: Any = None) -> None:
+        """Deletes the backups, or writes the last one; when all callbacks had their turn, if that can be had."""
+        if not self._surrounded:
+            self.finish()
+
+    def finish(self) -> None:
         """Deletes the backups, or writes the last one."""
         self._begun = False
-        model = self.model
-        for name in ("_training_state", "_initial_epoch"):
-            if getattr(model, name, None) is not None:
-                setattr(model, name, None)
-        if self._topology.rank == _WRITER and self._delete:
+        if not self._delete:
+            self.save_pending()
+        elif self._topology.rank == _WRITER and not self._skipped:
             self._folder.delete()
-        elif self._pending and not self._delete:
-            self._save(model)
-        self._pending = False
+        self._pending, self._feed_states = False, None
         _ended[self._path] = _ended.get(self._path, 0) + 1
+        if self._over is not None:
+            self._over.detach()
+        _end_fit(self._folder, weakref.ref(self.model), self._starts)
+
+
+def _end_fit(folder: BackupFolder, model: Any, starts: list[Any]) -> None:
+    """Leaves the folder to others, and the model without what made this `fit` begin elsewhere."""
+    folder.unlock()
+    for name in ("_training_state", "_initial_epoch"):
+        if any(start is getattr(model(), name, None) for start in starts):
+            setattr(model(), name, None)
+
+
+class _Epoch(int):
+    """Where Keras 3 is to begin; it can be told from a number that is another one's."""
+
+
+class _BeforeAll(keras.callbacks.Callback):
+    """Writes what was called for before any other callback changes something, as a learning-rate schedule does."""
+
+    def __init__(self, backup: BackupAndRestore):
+        super().__init__()
+        self._backup = backup
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        # Keras has asked where to begin, and is not to begin there again.
+        if isinstance(getattr(self._backup.model, "_initial_epoch", None), _Epoch):
+            self._backup.model._initial_epoch = None
+        self._backup.save_pending()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._backup.save_pending()
+
+
+class _AfterAll(keras.callbacks.Callback):
+    """Writes the last backup after all other callbacks, of which one may bring back the best weights."""
+
+    def __init__(self, backup: BackupAndRestore):
+        super().__init__()
+        self._backup = backup
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        check_bound("BackupAndRestore", self._backup.feeders)
+        self._backup.epoch_begun()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self._backup.finish()
 
 
 class _Counters:
@@ -333,6 +442,39 @@ class _Counters:
         # Only this fit is to begin there.
         self._model._training_state = None
         return self._counters
+
+
+def check_feeders(who: str, feeders: DataFeeder | Sequence[DataFeeder]) -> list[DataFeeder]:
+    """Returns the feeders that a callback was given as a list; raises where they are none."""
+    found = [feeders] if isinstance(feeders, DataFeeder) else list(feeders)
+    for feeder in found:
+        if not isinstance(feeder, DataFeeder):
+            raise TypeError(f"{who}: feeders must be DataFeeders. Received: {type(feeder).__name__}")
+    names = [feeder.name for feeder in found]
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"{who}: feeders must be at least one, with names of their own. Received: {names}")
+    return found
+
+
+def check_bound(who: str, feeders: Sequence[DataFeeder]) -> None:
+    """Raises `ValueError` where, inside `fit`, no `FeedCallback` says what is trained."""
+    if not any(feeder.session.cursor.bound for feeder in feeders):
+        names = ", ".join(repr(feeder.name) for feeder in feeders)
+        raise ValueError(
+            f"{who}: expected a FeedCallback of a feed among {names} in fit's callbacks: without it nobody knows which "
+            "elements are trained. Received: none"
+        )
+
+
+def states_of_feeds(feeders: Sequence[DataFeeder], again_after: int = 0) -> dict[str, bytes]:
+    """Returns where the feeds stand inside `fit`, as bytes by name; see `DataFeeder.state`."""
+    states = {}
+    for feeder in feeders:
+        cursor = feeder.session.cursor
+        # Of one that only evaluates no step counts as trained before the next one is pulled.
+        position = None if cursor.bound else cursor.next_start
+        states[feeder.name] = feeder.state(position, again_after=again_after if cursor.bound else 0).to_bytes()
+    return states
 
 
 def _read_all(backup: Backup) -> dict[str, bytes]:

@@ -170,6 +170,9 @@ class FeedCallback(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Ends the feed, or leaves it to the next `fit`."""
+        for other in self._loop.callbacks if self._loop is not None else ():
+            if isinstance(other, BackupAndRestore):
+                other.note_feeds()
         with self._ending:
             self._finish("")
 

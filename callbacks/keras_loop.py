@@ -74,6 +74,28 @@ class KerasLoop:
         finalizer.atexit = False
         return finalizer
 
+    def same_call(self, other: KerasLoop | None) -> bool:
+        """Whether both are of the same running call."""
+        return other is not None and self._held_by_call() is other._held_by_call()
+
+    def surround(self, first: Any, last: Any) -> bool:
+        """Has two callbacks called before and after all others, from their next hook on. Returns whether it worked."""
+        container: Any = self._held_by_call()
+        if not hasattr(container, "callbacks"):
+            return False
+        # A new list: the present one may be under way.
+        container.callbacks = [first, *container.callbacks, last]
+        return True
+
+    def build_metrics(self, model: Any) -> None:
+        """Lets Keras make the variables of its metrics, which it else does in the first batch."""
+        handler = self._handler()
+        trace = getattr(model.train_function, "get_concrete_function", None)
+        if self._keras3 and hasattr(model, "_symbolic_build"):
+            model._symbolic_build(data_batch=self.dataset.element_spec)
+        elif handler is not None and trace is not None:
+            trace(iter(handler._dataset))
+
     @property
     def callbacks(self) -> list[Any]:
         """The callbacks of the call, if it still runs."""
@@ -96,7 +118,13 @@ class KerasLoop:
         handler = self._handler()
         if handler is None:
             return 1
-        return int(handler.steps_per_execution) if self._keras3 else int(handler.step_increment) + 1
+        if not self._keras3:
+            return int(handler.step_increment) + 1
+        steps = int(handler.steps_per_execution)
+        if self.keeps_iterator or not handler._num_batches:
+            return steps
+        # Keras 3 counts the last call of an epoch as a whole one.
+        return max(0, min(steps, int(handler._num_batches) - int(handler._steps_seen) + steps))
 
     def set_steps(self, steps: int | None) -> None:
         """Sets how many steps Keras takes from the iterator in this epoch; `None`: until it ends."""

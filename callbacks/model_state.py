@@ -27,7 +27,7 @@ OWN = ("statistics", "generators", "metrics")
 _MEMORY = {
     "EarlyStopping": ("wait", "stopped_epoch", "best", "best_epoch"),
     "ReduceLROnPlateau": ("wait", "best", "cooldown_counter"),
-    "ModelCheckpoint": ("best", "epochs_since_last_save", "_batches_seen_since_last_saving"),
+    "ModelCheckpoint": ("best", "epochs_since_last_save", "_batches_seen_since_last_saving", "_last_batch_seen"),
 }
 
 
@@ -50,13 +50,9 @@ class ModelState:
         if group == "weights":
             return list(model.trainable_variables)
         if group == "optimizer":
-            optimizer = model.optimizer
-            variables = _listed(optimizer.variables)
-            # Keras 2 does not count it among them, yet callbacks change it.
-            rate = getattr(optimizer, "learning_rate", None)
-            if isinstance(rate, tf.Variable) and not any(rate is variable for variable in variables):
-                variables.append(rate)
-            return variables
+            found = _listed(model.optimizer.variables)
+            known = {id(variable) for variable in found}
+            return found + [v for v in _rates(model.optimizer) if id(v) not in known]
         if group == "metrics":
             return [variable for metric in model.metrics for variable in metric.variables]
         # Keras 3 holds the states of its generators among the model's variables, Keras 2 keeps them in the layers.
@@ -107,9 +103,11 @@ class ModelState:
                     "Build it before fit"
                 ) from error
         optimizer = model.optimizer
-        if not getattr(optimizer, "built", False) and hasattr(optimizer, "build"):
+        # Keras 2 has optimizers of an older kind, too.
+        make = getattr(optimizer, "build", None) or getattr(optimizer, "_create_all_weights", None)
+        if not getattr(optimizer, "built", False) and make is not None:
             with tf.init_scope():
-                optimizer.build(list(model.trainable_variables))
+                make(list(model.trainable_variables))
 
     def pack(self, groups: Sequence[str]) -> bytes:
         """Returns the values of these groups."""
@@ -170,6 +168,13 @@ def count(data: bytes, group: str) -> int:
 
 def _listed(variables: Any) -> list[Any]:
     return list(variables() if callable(variables) else variables)
+
+
+def _rates(optimizer: Any) -> list[tf.Variable]:
+    """Returns the learning rate and the like, which Keras 2 does not count among an optimizer's variables."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    found = [getattr(inner, "_learning_rate", None), *getattr(inner, "_hyper", {}).values()]
+    return [value for value in found if isinstance(value, tf.Variable)]
 
 
 def _name_of(variable: Any) -> str:

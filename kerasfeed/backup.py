@@ -220,10 +220,10 @@ class BackupFolder:
                 files = {name: _write_file(incomplete / name, part) for name, part in sorted(parts.items())}
                 manifest = _encode_manifest(serial, info, files)
                 _write_file(incomplete / MANIFEST, manifest)
-                _sync_folder(incomplete)
+                sync_folder(incomplete)
                 incomplete.rename(path)
                 # Until this is done, a power failure may undo the rename: no older backup may go before.
-                _sync_folder(self.path)
+                sync_folder(self.path)
                 self._damaged.discard(serial)
             except BaseException as error:
                 error.add_note(f"while writing {path}; the backups before it are untouched")
@@ -419,7 +419,7 @@ def _make_folder(path: Path) -> None:
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
-        _sync_folder(folder.parent)
+        sync_folder(folder.parent)
 
 
 def _write_file(path: Path, part: Part) -> StoredFile:
@@ -438,7 +438,8 @@ def _write_file(path: Path, part: Part) -> StoredFile:
         return StoredFile(file.tell(), digest)
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
+    """Has the names in a folder on the disk, not only in memory."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

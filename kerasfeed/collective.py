@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from kerasfeed.errors import FeedError
-from kerasfeed.topology import initialized_horovod
+from kerasfeed.errors import FeedError, StateError
+from kerasfeed.topology import Topology, initialized_horovod
 
 
 def _horovod() -> Any:
@@ -39,3 +40,25 @@ def gather_bytes(data: bytes, name: str) -> list[bytes]:
         whole = hvd.allgather(_tensor(data), name=name).numpy()
     ends = np.cumsum(lengths)
     return [bytes(whole[end - length : end]) for length, end in zip(lengths, ends, strict=True)]
+
+
+def read_by_first(read: Callable[[], bytes], topology: Topology, name: str) -> bytes:
+    """Returns what rank 0 reads, on all ranks: what each of them would see may differ.
+
+    A collective where Horovod connects the ranks; ranks that meet in a folder share it, and read by themselves.
+
+    Raises:
+        StateError: Reading failed with that, or with an `OSError`, on rank 0: then on all ranks.
+    """
+    together = topology.size > 1 and topology.meeting_dir is None
+    data, failure = b"", ""
+    if not together or topology.rank == 0:
+        try:
+            data = read()
+        except (StateError, OSError) as error:
+            failure = str(error)
+    if together:
+        failure = broadcast_bytes(failure.encode(), 0, f"{name}.failure").decode()
+    if failure:
+        raise StateError(failure)
+    return broadcast_bytes(data, 0, name) if together else data

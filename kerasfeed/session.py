@@ -459,16 +459,7 @@ class Session:
         Raises:
             StateError: The state is another feed's.
         """
-        options = self.options
-        # The pipeline is compared when the producer has built it.
-        state.check(
-            feed=self.name,
-            policy=options.policy,
-            remainder=options.remainder,
-            element_spec=state.element_spec,
-            fingerprint="",
-            seed=options.seed,
-        )
+        self.check(state)
         self.close()
         with self._lock:
             size = self.topology().size
@@ -485,17 +476,27 @@ class Session:
             self._update()
             return self._segment.start
 
+    def check(self, state: FeedState) -> None:
+        """Compares a state with this feed; with its pipeline, too, once the producer has built that.
+
+        Raises:
+            StateError: The state is another feed's.
+        """
+        known, steps = self._spec is not None, self.options.steps_per_epoch
+        state.check(
+            feed=self.name,
+            policy=self.options.policy,
+            remainder=self.options.remainder,
+            element_spec=spec_lib.encode_spec(self._spec).decode() if known else state.element_spec,
+            fingerprint=self._fingerprint,
+            seed=self.options.seed,
+            steps_per_epoch=... if steps is None else steps,
+        )
+
     def _check_restored(self) -> None:
         """Compares the pipeline with the one of the state that this feed was restored from."""
-        state = self._restored
-        if state is not None:
-            state.check(
-                feed=self.name,
-                policy=self.options.policy,
-                remainder=self.options.remainder,
-                element_spec=spec_lib.encode_spec(self._spec).decode(),
-                fingerprint=self._fingerprint,
-            )
+        if self._restored is not None:
+            self.check(self._restored)
 
     def _restored_snapshot(self) -> dict[str, Any]:
         state = self._restored

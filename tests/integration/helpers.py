@@ -258,9 +258,14 @@ class Recorder:
             self._ids.scatter_nd_update([[self._count]], [tf.cast(value, tf.int64)])
             self._count.assign_add(1)
 
+    @property
+    def count(self) -> int:
+        """How many numbers were noted."""
+        return int(self._count.numpy())
+
     def take(self) -> list[int]:
         """Returns what was noted, and forgets it."""
-        count = int(self._count.numpy())
+        count = self.count
         self._count.assign(0)
         return [int(value) for value in self._ids.numpy()[:count]]
 

@@ -1,0 +1,389 @@
+"""Training that is killed and started again ends as if it had not been: data, weights, metrics and callbacks.
+
+An exception from a callback plays the kill: `Job.run` then builds model, feeder and callbacks anew, as a script that is
+started again does, under other random seeds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from helpers import KERAS3, Recorder, by_value, end_sessions, together
+from tensorflow import keras
+from tensorflow.python.framework import config as framework_config
+
+import kerasfeed
+from kerasfeed.backup import BackupFolder
+from kerasfeed.callbacks import BackupAndRestore, FeedCallback
+from kerasfeed.callbacks import backup as backup_module
+from kerasfeed.callbacks.model_state import ModelState
+from kerasfeed.schedule import Position
+
+by_value(__name__)
+
+COUNT = 10
+
+
+@pytest.fixture(scope="module", autouse=True)
+def deterministic():
+    """What exact weights ask for."""
+    tf.config.experimental.enable_op_determinism()
+    if not KERAS3:
+        keras.backend.experimental.enable_tf_random_generator()
+    yield
+    framework_config.disable_op_determinism()
+    if not KERAS3:
+        keras.backend.experimental.disable_tf_random_generator()
+
+
+# ---- A job that can be killed ----
+
+
+class Kills(keras.callbacks.Callback):
+    """Keeps what a kill would leave of the backups: a copy of their folder after so many batches.
+
+    Args:
+        folder: The backups.
+        after: Numbers of batches, counted over all epochs. One with ".5" is the moment when the next epoch has begun.
+    """
+
+    def __init__(self, folder: pathlib.Path, after: tuple[float, ...]):
+        super().__init__()
+        self._folder, self._after, self._batches = folder, after, 0
+
+    def _keep(self, moment: float) -> None:
+        if moment in self._after:
+            copy = left_by_kill(self._folder, moment)
+            copy.mkdir()
+            if self._folder.exists():
+                shutil.copytree(self._folder, copy, dirs_exist_ok=True)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._keep(self._batches + 0.5)
+
+    def on_train_batch_end(self, batch, logs=None):
+        # Keras's own numbers can't be used to count, with several steps per execution.
+        self._batches = int(self.model.notes.trained.count)
+        self._keep(self._batches)
+
+
+def left_by_kill(folder: pathlib.Path, moment: float) -> pathlib.Path:
+    return folder.with_name(f"{folder.name}-{moment:g}")
+
+
+def shuffled(count: int = COUNT) -> Callable[[], tf.data.Dataset]:
+    """Returns a `dataset_fn` that shuffles and augments differently in each epoch; elements begin with their number."""
+
+    def dataset_fn() -> tf.data.Dataset:
+        def element(i):
+            x = tf.cast(i, tf.float32)
+            row = tf.stack([x, tf.sin(x), tf.cos(x * 3.0)])
+            return tf.stack([row, row + tf.random.uniform([3])]), tf.stack([[tf.sin(x)], [tf.cos(x)]])
+
+        return tf.data.Dataset.range(count).shuffle(count).map(element)
+
+    return dataset_fn
+
+
+class Network(keras.Sequential):
+    """Has all that needs care: BatchNormalization, Dropout, an optimizer with slots, a metric."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            [
+                keras.layers.Input([3]),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dense(4, activation="tanh"),
+                keras.layers.Dropout(0.5),
+                keras.layers.Dense(1),
+            ]
+        )
+        self.notes = _Notes()
+
+    def train_step(self, data):
+        self.notes.trained.note(data[0][0, 0])
+        return super().train_step(data)
+
+    def test_step(self, data):
+        self.notes.tested.note(data[0][0, 0])
+        return super().test_step(data)
+
+
+class _Notes:
+    def __init__(self) -> None:
+        self.trained, self.tested = Recorder(), Recorder()
+
+
+def compiled(network: Network, **options: Any) -> Network:
+    options = {"optimizer": keras.optimizers.Adam(0.01), "metrics": ["mae"], **options}
+    network.compile(loss="mse", jit_compile=False, **options)
+    return network
+
+
+@dataclasses.dataclass
+class Run:
+    """What one start of a job has done."""
+
+    network: Network
+    ids: list[int]
+    tested: list[int]
+    history: dict[str, list[float]]
+    values: list[np.ndarray]
+
+
+@dataclasses.dataclass
+class Job:
+    """A script that trains, with what differs from test to test."""
+
+    folder: pathlib.Path
+    dataset_fn: Callable[..., tf.data.Dataset] = dataclasses.field(default_factory=shuffled)
+    feeder_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    transform: Callable[[tf.data.Dataset], tf.data.Dataset] = lambda feeder: feeder
+    compile_options: Callable[[], dict[str, Any]] = dict
+    fit_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    validation_fn: Callable[..., tf.data.Dataset] | None = None
+    more_callbacks: Callable[[], list[Any]] = list
+    save_freq: Any = 1
+    backup_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    backward: bool = False
+    epochs: tuple[int, ...] = (3,)
+    starts: int = 0
+
+    def start(self, folder: pathlib.Path | None = None, kills: tuple[float, ...] = ()) -> Run:
+        """Runs the script from its first line."""
+        self.starts += 1
+        folder = folder or self.folder
+        # A process that starts again has counted no fits, and draws other numbers.
+        backup_module._ended.clear()
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(self.starts)
+        network = Network()
+        compiled(network, **self.compile_options())
+        feeders = [kerasfeed.DataFeeder(self.dataset_fn, name="train", deterministic=True, **self.feeder_options)]
+        options = {"verbose": 0, **self.fit_options}
+        if self.validation_fn is not None:
+            feeders.append(kerasfeed.DataFeeder(self.validation_fn, name="validation"))
+            options["validation_data"] = feeders[1]
+        history: dict[str, list[float]] = {}
+        try:
+            keeper = Kills(folder, kills)
+            for epochs in self.epochs:
+                callbacks = [
+                    FeedCallback(feeders[0]),
+                    *self.more_callbacks(),
+                    BackupAndRestore(feeders, folder, self.save_freq, **self.backup_options),
+                ]
+                callbacks = [*(reversed(callbacks) if self.backward else callbacks), keeper]
+                got = network.fit(self.transform(feeders[0]), epochs=epochs, callbacks=callbacks, **options)
+                for name, values in got.history.items():
+                    history.setdefault(name, []).extend(map(float, values))
+        finally:
+            end_sessions([each.session for each in feeders])
+        return Run(network, network.notes.trained.take(), network.notes.tested.take(), history, values_of(network))
+
+
+def values_of(network: Network) -> list[np.ndarray]:
+    """Returns the values of all variables, the learning rate included."""
+    state = ModelState(network)
+    groups = ("weights", "optimizer", "statistics", "generators", "metrics")
+    values = [np.array(v.numpy()) for group in groups for v in state.variables(group)]
+    return [*values, np.array(network.optimizer.learning_rate)]
+
+
+def check_kills(job: Job, kills: dict[float, int]) -> Run:
+    """Runs the job undisturbed, and starts it again from what each kill left: the end is the same.
+
+    Args:
+        job: What to run.
+        kills: After how many batches the job is killed (as in `Kills`), and after how many it goes on.
+
+    Returns:
+        The undisturbed run.
+    """
+    whole = job.start(kills=tuple(kills))
+    for moment, goes_on in kills.items():
+        run = job.start(left_by_kill(job.folder, moment))
+        assert run.ids == whole.ids[goes_on:], moment
+        assert run.tested == whole.tested[len(whole.tested) - len(run.tested) :], moment
+        for name, values in run.history.items():
+            assert values == whole.history[name][-len(values) :], (moment, name)
+        assert len(run.values) == len(whole.values)
+        for ours, theirs in zip(run.values, whole.values, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    return whole
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "backup"
+
+
+def test_training_that_was_killed_ends_as_if_it_had_not_been(folder):
+    # Inside an epoch, at its last batch, when the next has begun, and before there is a backup.
+    job = Job(folder, validation_fn=shuffled(3))
+    whole = check_kills(job, {17: 16, 10: 9, 20.5: 20})
+    assert sorted(whole.ids[:COUNT]) == list(range(COUNT))
+    assert len(set(map(tuple, np.reshape(whole.ids, [3, COUNT])))) == 3
+    assert len(set(map(tuple, np.reshape(whole.tested, [3, 3])))) > 1
+    assert not folder.exists()
+
+
+class Schedule(keras.callbacks.LearningRateScheduler):
+    """A learning rate that depends on the one before."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda epoch, rate: rate * 0.7)
+
+
+def test_kills_with_steps_per_execution_and_all_callbacks_in_another_order(folder):
+    job = Job(
+        folder,
+        dataset_fn=shuffled(11),
+        validation_fn=shuffled(5),
+        # Each validation leaves its pass before the end; the next one is a new pass.
+        fit_options={"validation_steps": 3},
+        compile_options=lambda: {"steps_per_execution": 4},
+        more_callbacks=lambda: [
+            Schedule(),
+            keras.callbacks.ReduceLROnPlateau(factor=0.5, patience=1, min_delta=10.0),
+            keras.callbacks.EarlyStopping(patience=4, min_delta=10.0),
+        ],
+        save_freq=6,
+        backward=True,
+        epochs=(9,),
+    )
+    # Epochs are 4 + 4 + 3 batches; backups are of batch 8, 15, 19, 26 ...; EarlyStopping ends the fifth epoch.
+    whole = check_kills(job, {19: 15})
+    assert len(whole.history["loss"]) == 5
+
+
+def test_killed_in_the_second_fit_the_first_is_not_run_again(folder):
+    job = Job(folder, save_freq="epoch", epochs=(2, 3))
+    check_kills(job, {35: 30})
+    assert not folder.exists()
+
+
+def test_steps_given_to_fit_shorten_the_epoch_that_goes_on_and_no_other(folder):
+    # The backup is 6 steps into the second epoch, and 3 into the second pass.
+    job = Job(folder, fit_options={"steps_per_epoch": 7})
+    whole = check_kills(job, {14: 13})
+    assert sorted(whole.ids[:COUNT]) == sorted(whole.ids[COUNT : 2 * COUNT]) == list(range(COUNT))
+    assert len(whole.ids) == 21
+
+
+def test_steps_given_to_the_feeder_and_a_dataset_made_from_it(folder):
+    job = Job(
+        folder,
+        feeder_options={"steps_per_epoch": 7},
+        transform=lambda feeder: feeder.map(lambda x, y: (x, y)),
+        compile_options=lambda: {"steps_per_execution": 2},
+    )
+    whole = check_kills(job, {13: 11})
+    assert len(whole.ids) == 21
+
+
+def test_epochs_of_unknown_and_varying_length(folder):
+    def some():
+        return shuffled(20)().filter(lambda x, y: tf.random.uniform([]) < 0.5)
+
+    job = Job(folder, dataset_fn=some, feeder_options={"seed": 3}, save_freq=2)
+    whole = check_kills(job, {19: 18})
+    assert len(whole.ids) > 20
+
+
+# ---- Backups that must not be used ----
+
+
+def test_what_does_not_fit_is_told_and_the_backup_stays(folder, make_feeder):
+    """Another model's, feed's or pipeline's, a damaged one, a folder of another job or that can't be written to."""
+    feeder = make_feeder(shuffled(), seed=1)
+
+    def callback(*feeders, path=folder, **options):
+        return BackupAndRestore(feeders or feeder, path, **options)
+
+    def refused(network, backup, message):
+        values = [np.array(v) for v in network.get_weights()]
+        backup.set_model(network)
+        with pytest.raises(kerasfeed.StateError, match=message):
+            backup.begin(network)
+        for now, before in zip(network.get_weights(), values, strict=True):
+            np.testing.assert_array_equal(now, before)
+        assert feeder.session.cursor.acknowledged == (0, 0)
+        assert (folder / "backup-1" / "manifest.json").is_file()
+
+    network = compiled(Network())
+    network.optimizer.build(network.trainable_variables)
+    writer = callback()
+    writer.set_model(network)
+    writer.begin(network)
+    writer.on_epoch_end(0)
+    writer.save_pending()
+    # A second callback of this process takes the place of the first, whose fit may have failed.
+    other_model = keras.Sequential([keras.layers.Input([3]), keras.layers.Dense(2)])
+    other_model.compile("sgd", "mse")
+    refused(other_model, callback(), "another model's: expected 2 variables of weights, it has")
+    refused(network, callback(make_feeder(shuffled(), name="other")), "nothing of feed 'other'; it has train")
+    refused(network, callback(make_feeder(shuffled(), seed=2)), "seed: the state has 1, the feed has 2")
+    another = make_feeder(lambda: shuffled()().take(3))
+    assert int(another.cardinality()) == 3
+    refused(network, callback(another), "fingerprint.*The pipeline changed")
+    blocked = folder.with_name("file")
+    blocked.write_text("")
+    refused(network, callback(path=blocked), f"{blocked}.*can't be used for backups")
+    mine = callback()
+    with BackupFolder(folder):
+        refused(network, mine, f"{folder}: must have one writer.*Give each job a folder of its own")
+    assert not getattr(network, "_training_state", None)
+    assert not getattr(network, "_initial_epoch", None)
+    # The same callback is not stuck after that.
+    assert mine.begin(network) == 1
+    mine._folder.unlock()
+    assert feeder.session.cursor.acknowledged == (0, 0)  # As it was when the backup was written.
+    file = folder / "backup-1" / "feed-train"
+    data = file.read_bytes()
+    file.write_bytes(data[:-1])
+    refused(network, callback(), "no backup is good")
+
+
+def test_a_backup_needs_the_callback_that_counts(folder, make_feeder):
+    feeder = make_feeder(shuffled())
+    with pytest.raises(ValueError, match="BackupAndRestore: expected a FeedCallback of a feed among 'train'"):
+        compiled(Network()).fit(feeder, epochs=1, verbose=0, callbacks=[BackupAndRestore(feeder, folder)])
+
+
+# ---- Without fit ----
+
+
+def test_two_then_three_ranks_then_one_train_each_element_once(make_ranks):
+    def count(count=23):
+        return tf.data.Dataset.range(count).shuffle(count)
+
+    def train(feeders, steps):
+        """All ranks take so many steps; returns what they got, and the state after it."""
+
+        def rank(feeder):
+            got = [int(value) for value in feeder.take(steps)]
+            # What a rank has taken is trained, also the last step.
+            return got, feeder.state(Position(0, feeders_step[0] + steps)) if feeder is feeders[0] else None
+
+        results = [outcome.result() for outcome in together(*[lambda f=f: rank(f) for f in feeders])]
+        end_sessions([feeder.session for feeder in feeders])
+        return [i for got, _ in results for i in got], results[0][1]
+
+    feeders_step = [0]
+    trained, state = train(make_ranks(2, count, seed=4), 4)
+    for size, steps in ((3, 3), (1, 6)):
+        feeders = make_ranks(size, count)
+        for feeder in feeders:
+            feeder.restore(state)
+        feeders_step[0] = feeders[0].session.cursor.acknowledged.step
+        more, state = train(feeders, steps)
+        trained += more
+    assert sorted(trained) == list(range(23))

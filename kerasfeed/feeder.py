@@ -14,6 +14,7 @@ import tensorflow as tf
 from tensorflow.python.data.ops import iterator_ops
 
 from kerasfeed import spec as spec_lib
+from kerasfeed.checkpoint import FeedCheckpoint
 from kerasfeed.cursor import Ticket
 from kerasfeed.options import DEFAULT_MAX_BUFFER_BYTES, DEFAULT_MAX_STATE_BYTES, FeedOptions
 from kerasfeed.producer import launch
@@ -126,6 +127,7 @@ class DataFeeder(tf.data.Dataset):
         self.session = Session(prepare(dataset), options, topology)
         self._inner: tf.data.Dataset | None = None
         self._limited: tf.data.Dataset | None = None
+        self._checkpoint = FeedCheckpoint(self.session)
         super().__init__(None)
         self._options_attr = _source_options()
         # At exit the session's own hook closes it, which knows whether the script failed.
@@ -246,6 +248,26 @@ class DataFeeder(tf.data.Dataset):
             StateError: The state is another feed's. That the pipeline is another one is told when the feed starts.
         """
         self.session.restore(state)
+
+    @property
+    def checkpoint(self) -> FeedCheckpoint:
+        """The feed's position as a part of a `tf.train.Checkpoint`, for loops of your own.
+
+        Example:
+
+        ```python
+        checkpoint = tf.train.Checkpoint(model=model, feed=feeder.checkpoint)
+        manager = tf.train.CheckpointManager(checkpoint, folder, max_to_keep=3)
+        checkpoint.restore(manager.latest_checkpoint)  # on all ranks; the next iterator goes on from there
+        for x, y in feeder:
+            train_step(x, y)
+            manager.save()  # on rank 0: all that the loop has taken is trained
+        ```
+
+        Saving takes what was pulled for trained: save when that is so, and iterate over the feeder itself, as a dataset
+        made from it may pull ahead. Inside `fit`, what counts is what `FeedCallback` says.
+        """
+        return self._checkpoint
 
     def close(self) -> None:
         """Leaves the producer, which ends when all ranks have left it. Iterating again starts it again."""

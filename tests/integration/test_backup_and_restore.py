@@ -387,3 +387,29 @@ def test_two_then_three_ranks_then_one_train_each_element_once(make_ranks):
         more, state = train(feeders, steps)
         trained += more
     assert sorted(trained) == list(range(23))
+
+
+def test_tensorflows_checkpoint_manager_saves_a_loop_and_its_data(tmp_path, make_feeder):
+    def build():
+        feeder, seen = make_feeder(shuffled(6)), tf.Variable(0, dtype=tf.int64)
+        checkpoint = tf.train.Checkpoint(seen=seen, feed=feeder.checkpoint)
+        return feeder, seen, tf.train.CheckpointManager(checkpoint, str(tmp_path), max_to_keep=2)
+
+    def train(feeder, seen, manager, steps, save_at=()):
+        ids = []
+        while len(ids) < steps:
+            for x, _ in feeder:
+                ids.append(int(x[0, 0]))
+                seen.assign_add(1)
+                if int(seen) in save_at:
+                    manager.save(checkpoint_number=seen)
+                if len(ids) == steps:
+                    break
+        return ids
+
+    whole = train(*build(), 24, save_at=(9, 12, 14))
+    for number in (12, 14):  # At an epoch's end, and inside one.
+        feeder, seen, manager = build()
+        manager.checkpoint.restore(f"{tmp_path}/ckpt-{number}").assert_consumed()
+        assert int(seen) == number
+        assert train(feeder, seen, manager, 24 - number) == whole[number:]

@@ -41,7 +41,7 @@ def public_objects() -> dict[str, object]:
 
 def test_all_names_what_is_public() -> None:
     assert set(kerasfeed.__all__) >= NAMES
-    assert {"BackupAndRestore", "FeedCallback"} <= set(kerasfeed.callbacks.__all__)
+    assert {"BackupAndRestore", "FeedCallback", "ModelCheckpoint", "restore_feeds"} <= set(kerasfeed.callbacks.__all__)
     for name, value in public_objects().items():
         assert value is not None, name
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
@@ -70,7 +70,16 @@ def test_docstrings_name_every_argument() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["DataFeeder", "FeedState", "callbacks.BackupAndRestore", "callbacks.FeedCallback", "check"]
+    "name",
+    [
+        "DataFeeder",
+        "FeedState",
+        "callbacks.BackupAndRestore",
+        "callbacks.FeedCallback",
+        "callbacks.ModelCheckpoint",
+        "callbacks.restore_feeds",
+        "check",
+    ],
 )
 def test_docstrings_have_an_example(name: str) -> None:
     value = public_objects()[f"kerasfeed.{name}"]

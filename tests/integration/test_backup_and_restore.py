@@ -21,7 +21,7 @@ from tensorflow.python.framework import config as framework_config
 
 import kerasfeed
 from kerasfeed.backup import BackupFolder
-from kerasfeed.callbacks import BackupAndRestore, FeedCallback
+from kerasfeed.callbacks import BackupAndRestore, FeedCallback, ModelCheckpoint, restore_feeds
 from kerasfeed.callbacks import backup as backup_module
 from kerasfeed.callbacks.model_state import ModelState
 from kerasfeed.schedule import Position
@@ -387,6 +387,76 @@ def test_two_then_three_ranks_then_one_train_each_element_once(make_ranks):
         more, state = train(feeders, steps)
         trained += more
     assert sorted(trained) == list(range(23))
+
+
+def test_a_checkpoint_has_the_position_that_is_trained_then(tmp_path, make_feeder):
+    """Whatever the order of callbacks, of batches and of epochs, and only where Keras writes one."""
+
+    class WorseAfterOne(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            logs["rank"] = abs(epoch - 1)
+
+    feeder, validation = make_feeder(shuffled()), make_feeder(shuffled(4), name="validation")
+    keras.utils.set_random_seed(1)
+    network = compiled(Network())
+    feeders, where = [feeder, validation], str(tmp_path)
+    checkpoints = [
+        ModelCheckpoint(feeders, where + "/epoch-{epoch}.keras"),
+        ModelCheckpoint(feeders, where + "/step-{epoch}-{batch}.weights.h5", save_weights_only=True, save_freq=4),
+        ModelCheckpoint(feeder, where + "/best.h5", save_best_only=True, monitor="rank", mode="min"),
+    ]
+    callbacks = [WorseAfterOne(), checkpoints[0], FeedCallback(feeder, keep=True), *checkpoints[1:]]
+    network.fit(feeder, validation_data=validation, epochs=3, verbose=0, callbacks=callbacks)
+    trained, tested = network.notes.trained.take(), network.notes.tested.take()
+    states = {path.name: path for path in tmp_path.glob("*.feed")}
+    steps = ["1-4", "1-8", "2-2", "2-6", "2-10", "3-4", "3-8"]
+    expected = [f"epoch-{e}.keras" for e in (1, 2, 3)] + [f"step-{s}.weights.h5" for s in steps] + ["best.h5"]
+    assert sorted(states) == sorted(f"{name}.feed" for name in expected)
+    assert {path.name for path in tmp_path.iterdir()} - set(states) == set(expected)
+
+    def positions(name):
+        restore_feeds(tmp_path / name, feeders if name != "best.h5" else feeder)
+        return [each.session.cursor.acknowledged for each in feeders]
+
+    assert positions("epoch-2.keras") == [(2, 0), (2, 0)]
+    assert positions("best.h5")[0] == (2, 0)
+    assert positions("epoch-3.keras") == [(3, 0), (3, 0)]
+    assert positions("step-2-10.weights.h5") == [(2, 0), (1, 0)]
+    assert positions("step-2-6.weights.h5") == [(1, 6), (1, 0)]
+    # Training starts from any of them.
+    network.load_weights(where + "/step-2-6.weights.h5")
+    network.fit(
+        feeder,
+        validation_data=validation,
+        initial_epoch=1,
+        epochs=3,
+        verbose=0,
+        callbacks=[FeedCallback(feeder)],
+    )
+    assert network.notes.trained.take() == trained[16:]
+    assert network.notes.tested.take() == tested[4:]
+
+    # What is not there, damaged or another feed's is told, and changes no feed.
+    at = feeder.session.cursor.acknowledged
+    other = make_feeder(shuffled(), name="other")
+    path = states["epoch-1.keras.feed"]
+    data = path.read_bytes()
+    for damage, message in (
+        (data[:-1], "damaged"),
+        (data[:20] + b"?" + data[21:], "damaged"),
+        (b"", "not a feed file"),
+        (None, r"No such file.*epoch-1.keras.feed"),
+    ):
+        path.unlink()
+        if damage is not None:
+            path.write_bytes(damage)
+        with pytest.raises(kerasfeed.StateError, match=message):
+            restore_feeds(tmp_path / "epoch-1.keras", feeder)
+        path.touch()
+    with pytest.raises(kerasfeed.StateError, match="has nothing of feed 'other'; it has 'train', 'validation'"):
+        restore_feeds(states["epoch-2.keras.feed"], [feeder, other])
+    assert feeder.session.cursor.acknowledged == at
+    assert not other.session.started
 
 
 def test_tensorflows_checkpoint_manager_saves_a_loop_and_its_data(tmp_path, make_feeder):

@@ -8,6 +8,7 @@ list does not matter.
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import os
@@ -27,6 +28,7 @@ from kerasfeed.state import FeedState
 
 _LOG = logging.getLogger("kerasfeed")
 _WRITER = 0
+_SMALL_STATE_BYTES = 4096
 # Which `fit` calls with this folder have come to their end in this process, by its path.
 _ended: dict[str, int] = {}
 # Who writes to a folder in this process, by its path: a fit that raised may not be over, as long as somebody holds its
@@ -145,6 +147,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         if parts is None:
             return None
         info = json.loads(parts["info"])
+        parts.update({f"feed-{name}": base64.b64decode(text) for name, text in info["feeds"].items()})
         fit = _ended.get(self._path, 0)
         if info["fit"] != fit:
             if info["fit"] > fit:
@@ -169,10 +172,6 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._memory, self._batches = info["memory"], info["batches"]
         self._epoch, self._step = info["epoch"], self._resumed_step(info)
         self._set_counters(model, self._epoch, self._step)
-        # All ranks have the weights. Horovod would also hand out rank 0's statistics, after the first batch.
-        for callback in self._callbacks():
-            if hasattr(callback, "broadcast_done"):
-                callback.broadcast_done = True
         return self._epoch
 
     def _feed_state(self, parts: dict[str, bytes], feeder: DataFeeder) -> FeedState:
@@ -286,6 +285,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         owns = gather_bytes(own, "kerasfeed.backup.own") if together else [own]
         if topology.rank != _WRITER:
             return
+        feed_states = self._feed_states or states_of_feeds(self.feeders, self._steps_between)
+        small = {name: data for name, data in feed_states.items() if len(data) <= _SMALL_STATE_BYTES}
         info = {
             "fit": _ended.get(self._path, 0),
             "epoch": self._epoch,
@@ -293,11 +294,12 @@ class BackupAndRestore(keras.callbacks.Callback):
             "batches": self._batches,
             "size": topology.size,
             "memory": model_state.memory_of(self._callbacks()),
+            # A file of its own costs another wait for the disk.
+            "feeds": {name: base64.b64encode(data).decode() for name, data in small.items()},
         }
         parts: dict[str, Any] = {"info": json.dumps(info).encode(), "shared": state.pack(model_state.SHARED)}
         parts.update({f"own-{rank}": data for rank, data in enumerate(owns)})
-        feed_states = self._feed_states or states_of_feeds(self.feeders, self._steps_between)
-        parts.update({f"feed-{name}": data for name, data in feed_states.items()})
+        parts.update({f"feed-{name}": data for name, data in feed_states.items() if name not in small})
         self._folder.write(parts, {key: info[key] for key in ("fit", "epoch", "step", "size")})
 
     @property

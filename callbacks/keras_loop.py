@@ -8,6 +8,7 @@ where they are not as expected, `find` returns `None` and the caller goes withou
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
 from typing import Any
@@ -91,10 +92,12 @@ class KerasLoop:
         """Lets Keras make the variables of its metrics, which it else does in the first batch."""
         handler = self._handler()
         trace = getattr(model.train_function, "get_concrete_function", None)
-        if self._keras3 and hasattr(model, "_symbolic_build"):
-            model._symbolic_build(data_batch=self.dataset.element_spec)
-        elif handler is not None and trace is not None:
-            trace(iter(handler._dataset))
+        # A model that can't be traced like this has its metrics later; what is wrong with it fit will say.
+        with contextlib.suppress(Exception):
+            if self._keras3:
+                model._symbolic_build(data_batch=self.dataset.element_spec)
+            elif handler is not None and trace is not None:
+                trace(iter(handler._dataset))
 
     @property
     def callbacks(self) -> list[Any]:

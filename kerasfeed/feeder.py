@@ -234,7 +234,7 @@ class DataFeeder(tf.data.Dataset):
         Raises:
             FeedError: The producer can't say, because it can't be reached or has failed.
         """
-        return self.session.state(position, again_after)
+        return self.session.state(None if position is None else Position(*position), again_after)
 
     def restore(self, state: FeedState) -> None:
         """Goes on where `state` stood: the next iterator, or the next `fit`, starts there. Call it on all ranks.

@@ -217,7 +217,15 @@ def _serve(
         lengths = {int(pass_): elements for pass_, elements in launch.pass_lengths.items()}
         whole = launch.restored[0] if launch.restored is not None else 0
         pipeline = Pipeline(
-            source, source_spec, launch.size, launch.seed, launch.restarted, lengths, whole, scratch, _log
+            source,
+            source_spec,
+            launch.size,
+            launch.seed,
+            launch.restarted or launch.restored is not None,
+            lengths,
+            whole,
+            scratch,
+            _log,
         )
     except BaseException:  # user code may raise anything, and whoever waits has to hear of it
         what = "dataset_fn" if launch.payload_kind == "function" else "the dataset"

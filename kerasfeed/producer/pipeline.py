@@ -240,7 +240,8 @@ class Pipeline:
         source_spec: The element spec that goes with a graph.
         size: Number of ranks: `num_replicas_in_sync` of the input context.
         seed: The feed's seed.
-        restarted: Whether a producer of this feed has died before: its stale cache locks are removed.
+        restarted: Whether a producer of this feed has died before, perhaps with its job: the cache locks that it left
+            are removed.
         lengths: Elements of the passes that ended under producers before this one.
         whole: Passes before this one are known to have been produced to their end, in an earlier job.
         scratch: Folder for temporary files.
@@ -412,6 +413,8 @@ class Pipeline:
         """Why its iterator, saved and restored, would not go on as it would have; empty if it would."""
         if self._traits.random_ops:
             return f"it uses {', '.join(sorted(self._traits.random_ops))}, whose state no iterator holds"
+        if self._traits.cache_files:
+            return f"it holds cache({self._traits.cache_files[0]!r}), whose files may have changed meanwhile"
         return self._traits.keeps_state and f"{self._traits.keeps_state}, which no iterator holds"
 
     def save(self) -> bytes:

@@ -346,7 +346,7 @@ def test_what_does_not_fit_is_told_and_the_backup_stays(folder, make_feeder):
     assert mine.begin(network) == 1
     mine._folder.unlock()
     assert feeder.session.cursor.acknowledged == (0, 0)  # As it was when the backup was written.
-    file = folder / "backup-1" / "feed-train"
+    file = folder / "backup-1" / "info"
     data = file.read_bytes()
     file.write_bytes(data[:-1])
     refused(network, callback(), "no backup is good")

@@ -323,7 +323,7 @@ def test_behind_the_last_step_of_an_epoch_begins_the_next_one():
 
 def test_the_next_start_is_where_an_iterator_will_start():
     cursor = Cursor("train")
-    for pulled, start in ((0, (0, 0)), (3, (1, 0)), (0, (1, 0))):
+    for pulled, start in ((0, (0, 0)), (3, (0, 0)), (0, (1, 0))):
         assert cursor.next_start == start
         ticket = cursor.open()
         assert ticket.start == start

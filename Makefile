@@ -155,13 +155,14 @@ test: $(TEST_ENVS:%=env-%) ## all tests in all environments, then lint; runs on 
 	  PATH="$$PWD/.venvs/$$env/bin:$$PATH" $(NO_MAKE) .venvs/$$env/bin/python -m pytest "$${options[@]}" $(ARGS) \
 	    >".build/pytest-$$env.log" 2>&1 </dev/null & jobs+=($$!)
 	done
+	$(if $(ENV)$(ARGS),,lint >.build/lint.log 2>&1 & lint_job=$$!)
 	for env in $(TEST_ENVS); do
 	  echo "== pytest in $$env"
 	  tail -n +1 -f --pid="$${jobs[0]}" ".build/pytest-$$env.log"
 	  wait "$${jobs[0]}" || failed+=("$$env")
 	  jobs=("$${jobs[@]:1}")
 	done
-	$(if $(ENV)$(ARGS),,echo "== lint"; lint || failed+=(lint))
+	$(if $(ENV)$(ARGS),,echo "== lint"; wait "$$lint_job" || failed+=(lint); cat .build/lint.log)
 	if (($${#failed[@]})); then echo "make test: failed: $${failed[*]}" >&2; exit 1; fi
 	echo "make test: passed: $(TEST_ENVS)$(if $(ENV)$(ARGS),, lint)"
 

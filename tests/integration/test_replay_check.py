@@ -14,6 +14,9 @@ import tensorflow as tf
 
 import kerasfeed
 
+# What is read from graphs is tested everywhere: tests/unit/test_trial.py.
+pytestmark = pytest.mark.once
+
 helpers.by_value(__name__)
 Data = tf.data.Dataset
 COUNT = 40

@@ -15,9 +15,9 @@ def start_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
     """Returns a function that starts a job of a script under `horovodrun`; what is left at the end is killed."""
     jobs: list[Job] = []
 
-    def start(script: str, ranks: int, *arguments: str, **env: str) -> Job:
+    def start(script: str, ranks: int, *arguments: str, plain: bool = False, **env: str) -> Job:
         folder: pathlib.Path = tmp_path_factory.mktemp(pathlib.Path(script).stem)
-        jobs.append(Job.horovod(script, ranks, folder, arguments, env))
+        jobs.append(Job.horovod(script, ranks, folder, arguments, env, plain))
         return jobs[-1]
 
     yield start

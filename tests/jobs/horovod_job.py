@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 SCRIPTS = pathlib.Path(__file__).resolve().parent / "scripts"
 ROOT = SCRIPTS.parents[2]
 BIN = pathlib.Path(sys.executable).parent
+LAUNCHER = pathlib.Path(__file__).resolve().with_name("launcher.py")
 MARK = "KERASFEED_TEST_JOB"
 FOLDER = "KERASFEED_TEST_FOLDER"
 _JOB_SECONDS = 150.0
@@ -121,9 +122,11 @@ class Job:
         folder: pathlib.Path,
         arguments: Iterable[str] = (),
         env: dict[str, str] | None = None,
+        plain: bool = False,
     ) -> Job:
-        """Starts `horovodrun --gloo -np ranks python script`."""
-        run = [str(BIN / "horovodrun"), "--gloo", "-np", str(ranks), str(BIN / "python"), str(SCRIPTS / script)]
+        """Starts `horovodrun --gloo -np ranks python script`; if not `plain`, by what `launcher.py` makes of it."""
+        launcher = [str(BIN / "horovodrun")] if plain else [str(BIN / "python"), str(LAUNCHER)]
+        run = [*launcher, "--gloo", "-np", str(ranks), str(BIN / "python"), str(SCRIPTS / script)]
         return cls([[*run, *arguments]], folder, [env or {}])
 
     @property

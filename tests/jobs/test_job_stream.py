@@ -22,7 +22,7 @@ class Streams:
 
     def __getitem__(self, ranks: int) -> Job:
         if ranks not in self._jobs:
-            self._jobs[ranks] = self._start_job("stream.py", ranks)
+            self._jobs[ranks] = self._start_job("stream.py", ranks, plain=True)
             # A script that ends with live iterators ends with exit code 0.
             self._jobs[ranks].succeed()
         return self._jobs[ranks]

@@ -26,6 +26,8 @@ from kerasfeed import backup as backup_module
 from kerasfeed.backup import Backup, BackupFolder
 from kerasfeed.errors import StateError
 
+pytestmark = pytest.mark.once
+
 PARTS = {"feed.state": b"\x00state\r\n" * 8, "weights.bin": bytes(range(40))}
 
 

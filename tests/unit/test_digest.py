@@ -27,6 +27,8 @@ from kerasfeed.producer import digest as digest_lib
 from kerasfeed.producer.digest import Digester, Journal
 from kerasfeed.spec import Component, EncodedElement, encode_element
 
+pytestmark = pytest.mark.once
+
 LARGE = 3 << 20
 
 

@@ -21,6 +21,8 @@ from kerasfeed import state as state_module
 from kerasfeed.errors import FeedError, StateError
 from kerasfeed.state import FeedState
 
+pytestmark = pytest.mark.once
+
 FIXTURE = pathlib.Path(__file__).parent / "data" / "feed_state_v1.bin"
 FIELDS = {
     "feed": "train",

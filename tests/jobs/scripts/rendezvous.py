@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import lean  # noqa: F401 (before TensorFlow)
+
+# isort: split
+
 import http.client
 import os
 

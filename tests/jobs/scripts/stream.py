@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import lean  # noqa: F401 (before TensorFlow)
+
+# isort: split
+
 import horovod.tensorflow as hvd
 import tensorflow as tf
 from reporting import RANK, SIZE, report

@@ -11,6 +11,8 @@ from helpers import by_value, collect, numbers
 
 import kerasfeed
 
+pytestmark = pytest.mark.once
+
 by_value(__name__)
 
 

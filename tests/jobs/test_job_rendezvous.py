@@ -69,6 +69,7 @@ def waiting(start_job: Callable[..., Job]) -> Job:
     return start_job("waiting.py", RANKS).succeed()
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("check", "waits_for"),
     [

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import pytest
 from horovod_job import BIN, SCRIPTS, Job
 
+pytestmark = pytest.mark.once
+
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 TOKEN = "what both of the hosts know"
 

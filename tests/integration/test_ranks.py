@@ -229,12 +229,23 @@ def test_ranks_that_all_break_off_near_an_epochs_end_go_on_together(make_ranks, 
 def test_a_rank_that_peeks_alone_gets_an_error_that_names_both(make_ranks):
     feeders = make_ranks(2, lambda: tf.data.Dataset.range(40), prefetch=2)
 
-    def consume(feeder, peeks):
-        if peeks:
-            next(iter(feeder))
-        return numbers(feeder), numbers(feeder)
+    left = threading.Event()
 
-    outcomes = together(lambda: consume(feeders[0], True), lambda: consume(feeders[1], False), timeout=90)
+    def peek():
+        next(iter(feeders[0]))
+        iterator = iter(feeders[0])
+        next(iterator)
+        left.set()
+        return list(iterator), numbers(feeders[0])
+
+    def consume():
+        # One that is at its end before the other leaves anything is not wrong yet.
+        first = iter(feeders[1])
+        next(first)
+        assert left.wait(SOON)
+        return list(first), numbers(feeders[1])
+
+    outcomes = together(peek, consume, timeout=90)
     # Rank 0 may be at its end before rank 1 shows that they differ: then it hears of it when it asks again.
     with pytest.raises(kerasfeed.RankError) as asked_again:
         numbers(feeders[0])

@@ -18,10 +18,10 @@ from typing import Any
 
 from tensorflow import keras
 
-from kerasfeed.backup import Backup, BackupFolder
+from kerasfeed.backup import BackupFolder
 from kerasfeed.callbacks import model_state
 from kerasfeed.callbacks.keras_loop import KerasLoop
-from kerasfeed.collective import broadcast_bytes, gather_bytes
+from kerasfeed.collective import broadcast_bytes, connected, gather_bytes, read_by_first
 from kerasfeed.errors import StateError
 from kerasfeed.feeder import DataFeeder, derives_from_feeder
 from kerasfeed.state import FeedState
@@ -225,36 +225,25 @@ class BackupAndRestore(keras.callbacks.Callback):
             model._initial_epoch = self._starts[0]
 
     def _load(self) -> dict[str, bytes] | None:
-        """Returns all parts of the newest backup, the same on all ranks."""
-        topology = self._topology
-        together = topology.size > 1 and topology.meeting_dir is None
-        parts: dict[str, bytes] | None = None
-        failure = ""
-        if not together or topology.rank == _WRITER:
+        """Returns all parts of the newest backup, the same on all ranks; `None` if there is no backup."""
+        parts: dict[str, bytes] = {}
+
+        def read() -> bytes:
             try:
-                if topology.rank == _WRITER:
+                if self._topology.rank == _WRITER:
                     self._lock()
                 backup = self._folder.newest()
-                parts = _read_all(backup) if backup is not None else None
-            except StateError as error:
-                failure = str(error)
             except OSError as error:
-                failure = f"{self._path}: can't be used for backups: {error}"
-        if not together:
-            if failure:
-                raise StateError(failure)
-            return parts
-        # All ranks must take the same one, and raise the same error: what each of them sees may differ.
-        payload = {"failure": failure, "names": sorted(parts) if parts is not None else None}
-        head = json.loads(broadcast_bytes(json.dumps(payload).encode(), _WRITER, "kerasfeed.backup"))
-        if head["failure"]:
-            raise StateError(head["failure"])
-        if head["names"] is None:
-            return None
-        mine = parts or {}
-        return {
-            name: broadcast_bytes(mine.get(name, b""), _WRITER, f"kerasfeed.backup.{name}") for name in head["names"]
-        }
+                raise StateError(f"{self._path}: can't be used for backups: {error}") from error
+            if backup is not None:
+                parts.update({name: backup.read(name) for name in backup.names})
+            return json.dumps(sorted(parts)).encode()
+
+        names = json.loads(read_by_first(read, self._topology, "kerasfeed.backup"))
+        if connected(self._topology):
+            # One by one: all of it at once would be in memory twice.
+            parts = {n: broadcast_bytes(parts.get(n, b""), _WRITER, f"kerasfeed.backup.{n}") for n in names}
+        return parts or None
 
     def _lock(self) -> None:
         """Becomes the writer now: a folder that can't be written to is better told before an epoch is trained."""
@@ -281,8 +270,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         topology = self._topology
         state = model_state.ModelState(model)
         own = state.pack(model_state.OWN)
-        together = topology.size > 1 and topology.meeting_dir is None
-        owns = gather_bytes(own, "kerasfeed.backup.own") if together else [own]
+        owns = gather_bytes(own, "kerasfeed.backup.own") if connected(topology) else [own]
         if topology.rank != _WRITER:
             return
         feed_states = self._feed_states or states_of_feeds(self.feeders, self._steps_between)
@@ -477,7 +465,3 @@ def states_of_feeds(feeders: Sequence[DataFeeder], again_after: int = 0) -> dict
         position = None if cursor.bound else cursor.next_start
         states[feeder.name] = feeder.state(position, again_after=again_after if cursor.bound else 0).to_bytes()
     return states
-
-
-def _read_all(backup: Backup) -> dict[str, bytes]:
-    return {name: backup.read(name) for name in backup.names}

@@ -62,6 +62,7 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
     Raises:
         TypeError: `feeders` holds something else than `DataFeeder`s.
         ValueError: Two feeders have the same name, or Keras refuses an argument. In `fit`: there is no `FeedCallback`.
+        RuntimeError: This version of Keras writes its checkpoints in a way that is not known.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
         self._feeders = check_feeders("ModelCheckpoint", feeders)
 
         if not hasattr(self, "_save_handler") and not hasattr(self, "_should_save_model"):
-            raise NotImplementedError(
+            raise RuntimeError(
                 f"kerasfeed.callbacks.ModelCheckpoint: Keras {keras.__version__} is not known. Use BackupAndRestore"
             )
         self._due: list[str] = []

@@ -23,6 +23,11 @@ def _tensor(data: bytes) -> tf.Tensor:
     return tf.constant(np.frombuffer(data, np.uint8))
 
 
+def connected(topology: Topology) -> bool:
+    """Whether Horovod connects the ranks; those that meet in a folder share that, and nothing else."""
+    return topology.size > 1 and topology.meeting_dir is None
+
+
 def broadcast_bytes(data: bytes, root: int, name: str) -> bytes:
     """Returns the root rank's bytes on all ranks. A collective: blocks until all ranks are here."""
     hvd = _horovod()
@@ -50,7 +55,7 @@ def read_by_first(read: Callable[[], bytes], topology: Topology, name: str) -> b
     Raises:
         StateError: Reading failed with that, or with an `OSError`, on rank 0: then on all ranks.
     """
-    together = topology.size > 1 and topology.meeting_dir is None
+    together = connected(topology)
     data, failure = b"", ""
     if not together or topology.rank == 0:
         try:

@@ -296,7 +296,6 @@ class _Try:
             host="",
             port=0,
             parent=os.getpid(),
-            module_path=[path or os.getcwd() for path in sys.path],
             control_fd=self._control_write,
             progress_fd=-1,
             journal_fd=-1,
@@ -307,12 +306,7 @@ class _Try:
             snapshot_element=0,
             left={},
             snapshot=b"",
-            payload=source.payload,
-            payload_kind=source.kind,
-            source_spec=source.spec,
-            script=getattr(sys.modules.get("__main__"), "__file__", None) or "",
-            modules=source.modules,
-            sources=source.sources,
+            **source.for_launch(),
         )
         assert self._child.stdin is not None
         # It may die before it has read: what follows finds out.

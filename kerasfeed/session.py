@@ -77,6 +77,18 @@ class Source:
     modules: list[str] = dataclasses.field(default_factory=list)
     sources: dict[str, str] = dataclasses.field(default_factory=dict)
 
+    def for_launch(self) -> dict[str, Any]:
+        """What a `Launch` says of the dataset and of the script that it comes from."""
+        return {
+            "module_path": [path or os.getcwd() for path in sys.path],
+            "payload": self.payload,
+            "payload_kind": self.kind,
+            "source_spec": self.spec,
+            "script": getattr(sys.modules.get("__main__"), "__file__", None) or "",
+            "modules": self.modules,
+            "sources": self.sources,
+        }
+
 
 class Session:
     """One feed on this rank.
@@ -262,7 +274,6 @@ class Session:
                 host=rendezvous.listening_host(topology),
                 port=self.options.port,
                 parent=0,
-                module_path=_module_path(),
                 control_fd=-1,
                 progress_fd=-1,
                 journal_fd=-1,
@@ -272,12 +283,7 @@ class Session:
                 restored=self._restored_place(),
                 **self._restored_snapshot(),
                 left={},
-                payload=source.payload,
-                payload_kind=source.kind,
-                source_spec=source.spec,
-                script=getattr(sys.modules.get("__main__"), "__file__", None) or "",
-                modules=source.modules,
-                sources=source.sources,
+                **source.for_launch(),
             )
             supervisor = Supervisor(launch, meeting.publish, meeting.publish_failure)
             supervisor.start()
@@ -622,10 +628,6 @@ class Session:
         for e in status.epochs if status is not None else ():
             trained = {r.rank: r.trained for r in e.ranks}
             self._statistics[e.epoch] = EpochStatistics(e.epoch, e.elements, e.steps, e.dropped, e.complete, trained)
-
-
-def _module_path() -> list[str]:
-    return [path or os.getcwd() for path in sys.path]
 
 
 def close_in_background(session: Session) -> None:

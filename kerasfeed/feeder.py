@@ -18,7 +18,8 @@ from kerasfeed.checkpoint import FeedCheckpoint
 from kerasfeed.cursor import Ticket
 from kerasfeed.options import DEFAULT_MAX_BUFFER_BYTES, DEFAULT_MAX_STATE_BYTES, FeedOptions
 from kerasfeed.producer import launch
-from kerasfeed.producer.pipeline import serialize_dataset, takes_context
+from kerasfeed.producer.graph import serialize_dataset
+from kerasfeed.producer.pipeline import takes_context
 from kerasfeed.schedule import Position
 from kerasfeed.session import EpochStatistics, Session, Source, close_in_background
 from kerasfeed.state import FeedState

@@ -150,7 +150,7 @@ class Outcome:
     """What became of a try.
 
     Attributes:
-        graph: The fields of `trial.GraphWord`.
+        graph: The fields of `producer.graph.GraphWord`.
         spec: The element spec as text.
         fingerprint: The fingerprint of the graph.
         passes: Digests of the elements of each pass that was read, to the end or to the failure.

@@ -7,9 +7,7 @@ under a seed of (seed, pass). All others are built once, and a pass is an iterat
 
 from __future__ import annotations
 
-import dataclasses
 import glob
-import hashlib
 import inspect
 import json
 import os
@@ -21,39 +19,12 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.core.framework import graph_pb2
 from tensorflow.python.data.ops import dataset_ops
-from tensorflow.python.data.ops import options as tf_options
 from tensorflow.python.ops import gen_experimental_dataset_ops
 
 from kerasfeed import spec as spec_lib
+from kerasfeed.producer.graph import Traits, fingerprint_of, seed_graph
 
-# Ops that draw from a kernel's own generator, seeded by the graph seed (tensorflow/core/ops/random_ops.cc and
-# image_ops.cc). The stateless ones and those of tf.random.Generator carry their state themselves.
-_STATEFUL_RANDOM = frozenset(
-    {
-        "RandomUniform",
-        "RandomUniformInt",
-        "RandomStandardNormal",
-        "ParameterizedTruncatedNormal",
-        "TruncatedNormal",
-        "RandomShuffle",
-        "Multinomial",
-        "RandomGamma",
-        "RandomPoisson",
-        "RandomPoissonV2",
-        "RandomCrop",
-        "SampleDistortedBoundingBox",
-        "SampleDistortedBoundingBoxV2",
-    }
-)
-_PYTHON = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
-_RESOURCES = frozenset(
-    {"VarHandleOp", "MutableHashTableV2", "MutableDenseHashTableV2", "RngReadAndSkip", "StatefulUniform"}
-)
-# Where datasets that draw have the first of their two seed inputs (tensorflow/core/ops/dataset_ops.cc).
-_SEED_INPUTS = {"ShuffleDataset": 2, "ShuffleDatasetV3": 2, "ShuffleAndRepeatDataset": 2, "RandomDataset": 0}
-_UNSTABLE_ATTRIBUTES = frozenset({"seed", "seed2", "metadata", "f", "token"})
 _CONTEXT_NAMES = ("ctx", "context", "input_context")
 
 
@@ -78,144 +49,6 @@ def takes_context(function: Callable[..., Any]) -> bool:
     if required:
         return required[0] in positional
     return bool(positional and positional[0].name in _CONTEXT_NAMES)
-
-
-def serialize_dataset(dataset: tf.data.Dataset) -> bytes:
-    """Returns the graph of a dataset, so that another process can run it.
-
-    Raises:
-        ValueError: The graph calls into this process's Python, or holds resources of it.
-    """
-    try:
-        graph = _graph_of(dataset)
-    except (tf.errors.OpError, NotImplementedError, ValueError) as error:
-        raise ValueError(
-            f"this tf.data.Dataset can't travel to the producer ({error}). Give a function that builds it instead: "
-            "DataFeeder(lambda: dataset_code())"
-        ) from error
-    parsed = graph_pb2.GraphDef.FromString(graph)
-    ops = _ops_in(parsed)
-    for found, what in (
-        (ops & _PYTHON, "calls Python code (py_function, numpy_function or from_generator)"),
-        (ops & _RESOURCES, "captures a resource of this process (a tf.Variable, tf.random.Generator or mutable table)"),
-    ):
-        if found:
-            raise ValueError(
-                f"this tf.data.Dataset can't travel to the producer: it {what}, found as {', '.join(sorted(found))}. "
-                "Give a function that builds the dataset instead: DataFeeder(lambda: dataset_code())"
-            )
-    return graph
-
-
-def _graph_of(dataset: tf.data.Dataset) -> bytes:
-    graph = dataset._as_serialized_graph(external_state_policy=tf_options.ExternalStatePolicy.IGNORE)
-    return bytes(graph.numpy())
-
-
-def seed_graph(data: bytes, seed: int) -> bytes:
-    """Returns the graph of a dataset in which each unseeded shuffle and random op has a seed made from `seed`.
-
-    In a graph that was built elsewhere the seeds are constants: (0, 0), which draws anew at each start, unless the
-    script called `tf.random.set_seed`. Calling that in this process would not reach them.
-    """
-    graph = graph_pb2.GraphDef.FromString(data)
-    count = 0
-    scopes = [(graph.node, "")] + [(f.node_def, ":output:0") for f in graph.library.function]
-    for nodes, output in scopes:
-        consts = {node.name: node for node in nodes if node.op == "Const"}
-        for node in list(nodes):
-            if node.op in _SEED_INPUTS:
-                first = _SEED_INPUTS[node.op]
-                seeds = [consts.get(node.input[i].split(":")[0]) for i in (first, first + 1)]
-                if all(c is not None and not tf.make_ndarray(c.attr["value"].tensor).any() for c in seeds):
-                    count += 1
-                    for index, value in ((first, seed), (first + 1, count)):
-                        const = nodes.add(name=f"kerasfeed/seed_{count}_{index - first}", op="Const")
-                        const.attr["dtype"].type = tf.int64.as_datatype_enum
-                        const.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value, tf.int64))
-                        node.input[index] = const.name + output
-            elif node.op in _STATEFUL_RANDOM and not node.attr["seed"].i and not node.attr["seed2"].i:
-                count += 1
-                node.attr["seed"].i, node.attr["seed2"].i = seed, count
-    return bytes(graph.SerializeToString())
-
-
-def fingerprint_of(dataset: tf.data.Dataset) -> str:
-    """Returns a hex digest of a dataset's graph, or "" where it can't be had.
-
-    It covers ops, types, shapes and numbers (buffer sizes, batch sizes), in order. It leaves out what differs between
-    two runs of the same script: names, which count upwards, seeds, and texts, among which are the paths of files.
-    """
-    try:
-        graph = graph_pb2.GraphDef.FromString(_graph_of(dataset))
-    except (tf.errors.OpError, NotImplementedError, ValueError):
-        return ""
-    digest = hashlib.sha256()
-    for nodes in (graph.node, *(function.node_def for function in graph.library.function)):
-        seeds: set[str] = set()
-        for node in nodes:
-            if node.op in _SEED_INPUTS:
-                first = _SEED_INPUTS[node.op]
-                seeds.update(name.split(":")[0] for name in node.input[first : first + 2])
-        for node in nodes:
-            digest.update(node.op.encode() + b"\n")
-            for name in sorted(set(node.attr) - _UNSTABLE_ATTRIBUTES):
-                attribute = node.attr[name]
-                # Of a list, and of nothing else that may hold a name or a text.
-                if attribute.WhichOneof("value") in ("type", "shape", "b", "i", "f") or attribute.list.type:
-                    digest.update(name.encode() + attribute.SerializeToString(deterministic=True))
-            if node.op == "Const" and node.name not in seeds and node.attr["dtype"].type != tf.string.as_datatype_enum:
-                digest.update(node.attr["value"].tensor.SerializeToString(deterministic=True))
-        digest.update(b"\n")
-    return digest.hexdigest()
-
-
-def _ops_in(graph: graph_pb2.GraphDef) -> frozenset[str]:
-    nodes = [node.op for node in graph.node]
-    nodes += [node.op for function in graph.library.function for node in function.node_def]
-    return frozenset(nodes)
-
-
-@dataclasses.dataclass(frozen=True)
-class Traits:
-    """What the graph of a dataset says about replaying it.
-
-    Attributes:
-        random_ops: Names of its stateful random ops.
-        keeps_state: Why a pass depends on the passes before it, beyond shuffles that reshuffle; empty if it does not.
-        cache_files: Names of the files of `cache(filename)`.
-        cheap_walk: Whether pulling one element of a pass leaves the same state behind as pulling all.
-    """
-
-    random_ops: frozenset[str] = frozenset()
-    keeps_state: str = ""
-    cache_files: tuple[str, ...] = ()
-    cheap_walk: bool = False
-
-    @classmethod
-    def of(cls, dataset: tf.data.Dataset) -> Traits:
-        """Returns the traits of a dataset; the most careful ones where its graph can't be had."""
-        try:
-            graph = graph_pb2.GraphDef.FromString(_graph_of(dataset))
-        except (tf.errors.OpError, NotImplementedError, ValueError):
-            return cls(keeps_state="its graph can't be inspected")
-        ops = _ops_in(graph)
-        consts = {node.name: node for node in graph.node if node.op == "Const"}
-        files = []
-        for node in graph.node:
-            if node.op.startswith("CacheDataset"):
-                source = consts.get(node.input[1].split(":")[0].lstrip("^"))
-                files.append(tf.make_ndarray(source.attr["value"].tensor).item().decode() if source is not None else "")
-        reasons = []
-        if "" in files:
-            reasons.append("it holds an in-memory cache()")
-        if ops & _RESOURCES:
-            reasons.append("it holds a variable, table or tf.random.Generator")
-        if any(n.op.startswith("ShuffleDataset") and not n.attr["reshuffle_each_iteration"].b for n in graph.node):
-            reasons.append("it shuffles with reshuffle_each_iteration=False")
-        stateful = bool(reasons) or bool(ops & _PYTHON) or any(op.startswith("Repeat") for op in ops)
-        stateful = stateful or "ShuffleAndRepeatDatasetV2" in ops or bool(files)
-        return cls(ops & _STATEFUL_RANDOM, " and ".join(reasons), tuple(f for f in files if f), not stateful)
 
 
 class EndOfPass(Exception):

@@ -6,7 +6,6 @@ restored feed does, reads to the end, then goes back to the passes before. Each 
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import hashlib
 import json
@@ -17,7 +16,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kerasfeed.producer import __main__ as process
@@ -26,143 +25,6 @@ from kerasfeed.producer.launch import SCRATCH_VARIABLE, Launch
 _MAX_SAVED_BYTES = 1 << 30
 _GONE_CODE = 4
 _ABRIDGED = 500
-
-
-@dataclasses.dataclass(frozen=True)
-class GraphWord:
-    """What the graph of a dataset says about replaying it.
-
-    Attributes:
-        obstacles: What can't be relied on to repeat itself.
-        suspects: What may be the cause, if the pipeline does not repeat itself.
-        notes: Under which conditions it repeats itself, and what coming back costs.
-        may_keep_state: Whether a pass may depend on how far the passes before it were read.
-    """
-
-    obstacles: tuple[str, ...] = ()
-    suspects: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    may_keep_state: bool = True
-
-
-def read_graph(graph: Any, traits: Any, cardinality: int, deterministic: bool) -> GraphWord:
-    """Returns what a graph says.
-
-    Args:
-        graph: The `GraphDef` of a dataset.
-        traits: The `Traits` of the same dataset.
-        cardinality: Its cardinality.
-        deterministic: Whether TensorFlow's op determinism is on, under which parallel transformations keep order and
-            call a function with random ops one element after the other.
-    """
-    from kerasfeed.producer import pipeline
-
-    functions = {function.signature.name: function.node_def for function in graph.library.function}
-    nodes = [node for body in (graph.node, *functions.values()) for node in body]
-    obstacles, suspects, notes = [], [], []
-    unordered_by_options = any(_gives_up_order(node) for node in nodes if node.op == "OptionsDataset")
-    for node in nodes if not deterministic else ():
-        if not _runs_in_parallel(node, graph.node, functions):
-            continue
-        what = _plain_name(node.op)
-        called = {each.op for each in _called(node, functions)}
-        if drawn := sorted(called & pipeline._STATEFUL_RANDOM):
-            obstacles.append(
-                f"random ops ({', '.join(drawn)}) in a parallel {what}: its calls draw in an order that differs from "
-                "run to run. Use deterministic=True, stateless random ops (tf.random.stateless_*), or no "
-                "num_parallel_calls"
-            )
-        order = node.attr["deterministic"].s
-        if order == b"false" or node.attr["sloppy"].b or (order == b"default" and unordered_by_options):
-            obstacles.append(
-                f"a parallel {what} with deterministic=False: elements come in the order in which they are ready. "
-                "Leave that out, or use deterministic=True in the feed"
-            )
-    generators = [node for node in nodes if node.op == "GeneratorDataset"]
-    of_generators = {id(each) for node in generators for each in _called(node, functions)}
-    python = [node for node in nodes if node.op in pipeline._PYTHON and id(node) not in of_generators]
-    if generators:
-        suspects.append("from_generator: a generator that keeps state, or draws numbers that the feed does not seed")
-    if python:
-        suspects.append(
-            "Python code (py_function or numpy_function): state that it keeps, or numbers that the feed does not seed "
-            "(a random.Random or numpy Generator of its own, os.urandom)"
-        )
-    ops = {node.op for node in nodes}
-    if "Timestamp" in ops:
-        suspects.append("tf.timestamp: the time is never the same")
-    if ops & pipeline._RESOURCES:
-        suspects.append(
-            "a tf.Variable, table or tf.random.Generator: its state, or a seed that was made at random, as by "
-            "Generator.from_non_deterministic_state"
-        )
-    if any(op.startswith("DataServiceDataset") for op in ops):
-        suspects.append("tf.data service: its workers decide what comes when")
-        notes.append("it reads from tf.data service, whose workers need not send the same again")
-    if traits.cache_files:
-        notes.append(
-            f"it caches in {', '.join(traits.cache_files)}: it can be replayed as long as these files stay as they are "
-            "(they were not touched here, the cache was written elsewhere)"
-        )
-    if traits.random_ops and traits.keeps_state:
-        drawing = ", ".join(sorted(traits.random_ops))
-        notes.append(f"{drawing} draws the same numbers in every epoch, because {traits.keeps_state}")
-    built_for_each_pass = traits.random_ops and not traits.keeps_state
-    if not traits.cheap_walk and not built_for_each_pass:
-        notes.append("it may keep state from epoch to epoch: to come back to one, all before it are produced again")
-        if cardinality < 0:
-            notes.append(
-                "it has no known cardinality: where a loop that is left inside a pass would have ended can't be known. "
-                "Give it one with assert_cardinality"
-            )
-    return GraphWord(tuple(dict.fromkeys(obstacles)), tuple(suspects), tuple(notes), not traits.cheap_walk)
-
-
-def _gives_up_order(node: Any) -> bool:
-    from tensorflow.core.framework import dataset_options_pb2
-
-    options = dataset_options_pb2.Options.FromString(node.attr["serialized_options"].s)
-    return options.HasField("deterministic") and not options.deterministic
-
-
-def _runs_in_parallel(node: Any, outer: Any, functions: dict[str, Any]) -> bool:
-    if not any(part in node.op for part in ("ParallelMapDataset", "ParallelInterleaveDataset", "MapAndBatchDataset")):
-        return False
-    if not node.op.startswith("ParallelMapDataset"):
-        return True
-    # Its last input is num_parallel_calls: with one there is no race.
-    name = node.input[-1].split(":")[0]
-    for body in (outer, *functions.values()):
-        if any(each is node for each in body):
-            consts = [each for each in body if each.name == name and each.op == "Const"]
-            return not any(_is_one(const.attr["value"].tensor) for const in consts)
-    return True
-
-
-def _is_one(tensor: Any) -> bool:
-    import tensorflow as tf
-
-    return bool((tf.make_ndarray(tensor) == 1).all())
-
-
-def _called(node: Any, functions: dict[str, Any]) -> Iterator[Any]:
-    """Yields the nodes of all functions that a node calls, and of those that they call."""
-    seen: set[str] = set()
-    waiting = collections.deque([node])
-    while waiting:
-        for attribute in waiting.popleft().attr.values():
-            for function in (attribute.func, *attribute.list.func):
-                if function.name in functions and function.name not in seen:
-                    seen.add(function.name)
-                    waiting.extend(functions[function.name])
-                    yield from functions[function.name]
-
-
-def _plain_name(op: str) -> str:
-    return "interleave" if "Interleave" in op else "map"
-
-
-# ---- The process ----
 
 
 def main() -> None:
@@ -227,6 +89,7 @@ def _try(launch: Launch, scratch: str, report: Callable[..., None], cache_names:
     from tensorflow.core.framework import graph_pb2
 
     from kerasfeed.producer import digest
+    from kerasfeed.producer import graph as graphs
     from kerasfeed.producer import pipeline as pipelines
 
     limit, epochs, start = launch.options["elements"], launch.options["epochs"], launch.options["start"]
@@ -244,13 +107,13 @@ def _try(launch: Launch, scratch: str, report: Callable[..., None], cache_names:
     dataset = pipeline.uncut
     cardinality = int(dataset.cardinality())
     try:
-        graph = graph_pb2.GraphDef.FromString(pipelines._graph_of(dataset))
+        graph = graph_pb2.GraphDef.FromString(graphs.graph_of(dataset))
     except (tf.errors.OpError, NotImplementedError, ValueError) as error:
-        word = GraphWord(notes=(f"its graph can't be inspected: {error}",))
+        word = graphs.GraphWord(notes=(f"its graph can't be inspected: {error}",))
     else:
-        traits = pipelines.Traits.of(dataset)
+        traits = graphs.Traits.of(dataset)
         traits = dataclasses.replace(traits, cache_files=tuple(cache_names.get(f, f) for f in traits.cache_files))
-        word = read_graph(graph, traits, cardinality, launch.options["deterministic"])
+        word = graphs.read_graph(graph, traits, cardinality, launch.options["deterministic"])
     report(graph=dataclasses.asdict(word), spec=pipeline.spec.decode(), fingerprint=pipeline.fingerprint)
 
     digester = digest.Digester(pipeline.spec, full=True)

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorflow.python.eager import context
 
-from kerasfeed.producer.pipeline import EndOfPass, Pipeline, Traits, serialize_dataset, takes_context
+from kerasfeed.producer.graph import Traits, serialize_dataset
+from kerasfeed.producer.pipeline import EndOfPass, Pipeline, takes_context
 
 Data = tf.data.Dataset
 LENGTH = 6

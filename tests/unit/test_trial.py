@@ -10,15 +10,16 @@ import pytest
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
 
-from kerasfeed.producer import pipeline, trial
+from kerasfeed.producer import graph as graphs
+from kerasfeed.producer import trial
 from kerasfeed.replay_check import Outcome, compare
 
 Data = tf.data.Dataset
 
 
 def word_of(dataset, deterministic=False):
-    graph = graph_pb2.GraphDef.FromString(pipeline._graph_of(dataset))
-    return trial.read_graph(graph, pipeline.Traits.of(dataset), int(dataset.cardinality()), deterministic)
+    graph = graph_pb2.GraphDef.FromString(graphs.graph_of(dataset))
+    return graphs.read_graph(graph, graphs.Traits.of(dataset), int(dataset.cardinality()), deterministic)
 
 
 def numbers():
@@ -127,7 +128,7 @@ def test_notes_tell_of_caches_endless_walks_and_random_numbers_that_repeat():
 
 
 def outcome(*passes, spec="[]", fingerprint="ab", **more):
-    word = dataclasses.asdict(trial.GraphWord(may_keep_state=more.pop("may_keep_state", False)))
+    word = dataclasses.asdict(graphs.GraphWord(may_keep_state=more.pop("may_keep_state", False)))
     return Outcome(word, spec, fingerprint, {n: list(digests) for n, digests in enumerate(passes)}, **more)
 
 

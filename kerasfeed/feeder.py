@@ -69,11 +69,14 @@ class DataFeeder(tf.data.Dataset):
             `"blocks"`, the default: by a digest of all its bytes up to 512 KiB, and of blocks spread over larger ones;
             if it differs, `ReplayMismatchError` is raised. `"full"`: by a digest of all bytes of all elements.
             `"warn"`: as `"blocks"`, but training goes on, with a warning.
-        resume: How a restored feed gets back to where it was. `"auto"`, the default: from a snapshot of the pipeline's
-            iterator, if a backup holds one: pipelines with stateful random ops, Python code or in-memory caches, or
-            whose iterator is too large, are replayed. `"replay"`: the pass is produced again, and what was trained of
-            it skipped.
-        max_state_bytes: Most bytes of a snapshot in the feed's state. Default 64 MiB.
+        resume: How a restored feed gets back to where it was. `"replay"`: the pass is produced again, and what was
+            trained of it skipped. `"snapshot"`: the pipeline's iterator, which was saved at or before that place, goes
+            on, and what was trained since is skipped. `"window"`: the iterator, which was saved ahead of that place,
+            goes on, after the elements in between, which were saved, too: nothing has to repeat itself. `"auto"`, the
+            default: from a window where the graph says that elements or their order may differ from run to run, from a
+            snapshot else. Whatever is chosen, pipelines whose iterator can't be saved (Python code), is too large or
+            does not hold all that they depend on are replayed. The producer logs what was chosen, and why.
+        max_state_bytes: Most bytes of a saved iterator, with its elements, in the feed's state. Default 64 MiB.
         transport: How elements travel. `"auto"` or `"grpc"`, which are the same so far.
         topology: The place of this process among the ranks. Default `None`: from Horovod if it is initialised when the
             feeder is first used, else one process.

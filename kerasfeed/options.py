@@ -13,7 +13,7 @@ DEFAULT_PREFETCH = 8
 DEFAULT_MAX_BUFFER_BYTES = 1 << 30
 TRANSPORTS = ("auto", "grpc")
 VERIFY = ("blocks", "full", "warn")
-RESUME = ("auto", "replay")
+RESUME = ("auto", "snapshot", "window", "replay")
 DEFAULT_MAX_STATE_BYTES = 64 << 20
 MAX_SEED = 2**31 - 1
 

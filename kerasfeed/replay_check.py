@@ -303,9 +303,8 @@ class _Try:
             counts=[],
             pass_lengths={},
             restored=None,
-            snapshot_element=0,
             left={},
-            snapshot=b"",
+            parts={},
             **source.for_launch(),
         )
         assert self._child.stdin is not None

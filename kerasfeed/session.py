@@ -281,8 +281,8 @@ class Session:
                 counts=self._supervisor.counts if self._supervisor is not None else [],
                 pass_lengths=self._supervisor.pass_lengths if self._supervisor is not None else {},
                 restored=self._restored_place(),
-                **self._restored_snapshot(),
                 left={},
+                parts=self._restored_parts(),
                 **source.for_launch(),
             )
             supervisor = Supervisor(launch, meeting.publish, meeting.publish_failure)
@@ -434,9 +434,10 @@ class Session:
         with self._lock:
             position = self.cursor.settle(self.cursor.acknowledged if position is None else position)
         place = connection.state(position, again_after)
-        snapshot = {}
-        if place.snapshot_size:
-            snapshot = {"element": str(place.snapshot_element).encode(), "iterator": place.data}
+        parts, at = {}, 0
+        for part in place.parts:
+            parts[part.name] = place.data[at : at + part.size]
+            at += part.size
         with self._lock:
             segment = self._segment or Segment(steps_per_epoch=self.options.steps_per_epoch)
             assert self._seed is not None
@@ -455,8 +456,8 @@ class Session:
                 element_spec=spec_lib.encode_spec(self._spec).decode(),
                 fingerprint=self._fingerprint,
                 digest=place.digest,
-                way="snapshot" if snapshot else "replay",
-                parts=snapshot,
+                way=place.way,
+                parts=parts,
             )
 
     def restore(self, state: FeedState) -> Position:
@@ -504,11 +505,9 @@ class Session:
         if self._restored is not None:
             self.check(self._restored)
 
-    def _restored_snapshot(self) -> dict[str, Any]:
+    def _restored_parts(self) -> dict[str, bytes]:
         state = self._restored
-        if state is None or state.way != "snapshot" or self.options.resume == "replay":
-            return {"snapshot_element": 0, "snapshot": b""}
-        return {"snapshot_element": int(state.parts["element"]), "snapshot": state.parts["iterator"]}
+        return dict(state.parts) if state is not None and self.options.resume != "replay" else {}
 
     def _restored_place(self) -> list[Any] | None:
         state = self._restored

@@ -11,6 +11,8 @@ import base64
 import collections
 import dataclasses
 import json
+import struct
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +24,7 @@ from tensorflow.python.saved_model import nested_structure_coder
 
 ALIGNMENT = 64
 _LENGTH = np.dtype("<u8")
+_PACKED_HEAD = struct.Struct("<Q")
 
 
 class UnsupportedStructureError(TypeError):
@@ -172,6 +175,33 @@ def encode_element(element: Any) -> EncodedElement:
         offset = _aligned(offset + length)
     end = components[-1].offset + components[-1].length if components else 0
     return EncodedElement(tuple(components), tuple(buffers), end)
+
+
+def pack_elements(elements: Sequence[EncodedElement]) -> bytes:
+    """Returns elements as one block of bytes; `unpack_elements` is the inverse."""
+    sizes = [[element.size, [[c.shape, c.offset, c.length] for c in element.components]] for element in elements]
+    head = json.dumps(sizes).encode()
+    blocks = (block for element in elements for block in element.chunks(sys.maxsize))
+    return b"".join([_PACKED_HEAD.pack(len(head)), head, *blocks])
+
+
+def unpack_elements(data: bytes) -> Iterator[EncodedElement]:
+    """Yields the elements that `pack_elements` was given, whose memory is `data`.
+
+    Raises:
+        ValueError, struct.error: It did not return this.
+    """
+    (length,) = _PACKED_HEAD.unpack_from(data)
+    at = _PACKED_HEAD.size + length
+    view = memoryview(data)
+    for size, parts in json.loads(data[_PACKED_HEAD.size : at]):
+        if at + size > len(data):
+            raise ValueError(f"an element of {size} bytes does not fit into the {len(data) - at} that are left")
+        block = view[at : at + size]
+        components = tuple(Component(tuple(shape), offset, length) for shape, offset, length in parts)
+        buffers = tuple(block[c.offset : c.offset + c.length] for c in components)
+        yield EncodedElement(components, buffers, size)
+        at += size
 
 
 def aligned_buffer(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:

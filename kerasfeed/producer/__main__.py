@@ -205,8 +205,9 @@ def _serve(
         from kerasfeed.producer.digest import Journal
         from kerasfeed.producer.pipeline import Pipeline
         from kerasfeed.producer.service import StateKeeper
-        from kerasfeed.producer.snapshots import Snapshots
         from kerasfeed.producer.verifier import Verifier
+        from kerasfeed.producer.way_back import WayBack
+        from kerasfeed.producer.waypoint import Waypoint
         from kerasfeed.producer.window import EpochCount, Window
         from kerasfeed.proto import feed_pb2
 
@@ -260,23 +261,36 @@ def _serve(
         elements=pipeline.cardinality,
         fingerprint=pipeline.fingerprint,
     )
+    restored, before = None, {}
+    if launch.restored is not None:
+        pass_, element, digest = launch.restored
+        restored, before = (pass_, element), {0: digest}
+        if launch.parts:
+            waypoint = Waypoint.from_parts(pass_, launch.parts)
+            pipeline.offer(waypoint)
+            before[waypoint.place[1]] = launch.parts.get("skipped", b"").decode()
     verifier = Verifier(
         pipeline.spec,
         Journal(launch.journal_fd),
-        tuple(launch.restored) if launch.restored is not None else None,
+        restored,
+        before,
         full=options.verify == "full",
         warn=_log if options.verify == "warn" else None,
     )
-    unfit = "resume='replay'" if options.resume == "replay" else pipeline.unfit_for_snapshots
-    snapshots = Snapshots(options.max_state_bytes, unfit, _log)
-    if launch.restored is not None and launch.snapshot:
-        pipeline.offer((launch.restored[0], launch.snapshot_element), launch.snapshot)
-    service.ready(window, welcome, StateKeeper(verifier.digest_before, snapshots))
+    way_back = WayBack(
+        options.resume,
+        options.max_state_bytes,
+        pipeline.unfit_for_iterators,
+        pipeline.unfit_for_snapshots,
+        pipeline.why_unsteady(options.deterministic),
+        _log,
+    )
+    service.ready(window, welcome, StateKeeper(verifier.digest_before, way_back))
 
     # The pump may be inside a slow pipeline when the last rank leaves: nobody waits for it then.
     threading.Thread(target=take_leave, args=(window,), name="kerasfeed-leave", daemon=True).start()
 
-    pump.run(window, pipeline, verifier, snapshots, progress)
+    pump.run(window, pipeline, verifier, way_back, progress)
 
 
 def _log(message: str) -> None:

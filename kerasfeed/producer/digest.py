@@ -207,14 +207,14 @@ class Journal:
         self._drop_forgotten()
         self._give_memory_back()
 
-    def chain(self, pass_: int, element: int) -> str:
-        """Returns XXH3 of 128 bits over the digests of all elements of a pass before this one, as hexadecimal digits.
+    def chain(self, pass_: int, element: int, first: int = 0) -> str:
+        """Returns XXH3 of 128 bits over the digests of a pass's elements from `first` up to this one, in hex digits.
 
         It is empty if some of them are not known: forgotten, or never produced here. Costs some 0.02 ms per 100,000
         elements.
         """
         hasher = xxhash.xxh3_128()
-        at = 0
+        at = first
         for run in sorted(self._passes.get(pass_, ()), key=lambda run: run.first):
             count = min(run.first + run.count, element) - at
             if run.first > at or count <= 0:
@@ -331,9 +331,9 @@ def end_mismatch(pass_: int, was: int, now: int) -> str:
     )
 
 
-def chain_mismatch(pass_: int, element: int, was: str, now: str) -> str:
+def chain_mismatch(pass_: int, first: int, element: int, was: str, now: str) -> str:
     """Returns what `ReplayMismatchError` says of a restored feed, whose `Journal.chain` is not that of the backup."""
     return (
-        f"the {element} elements of pass {pass_} that were trained before the backup were produced "
+        f"elements {first} to {element - 1} of pass {pass_}, which were trained before the backup, were produced "
         f"again, and one of them at least is not what it was. Expected {was}, produced {now}. {_CAUSES}"
     )

@@ -94,9 +94,8 @@ class Launch:
         counts: What is known of earlier epochs: (epoch, elements, steps, dropped).
         pass_lengths: Elements of the passes that ended before, by their number (JSON has text keys only).
         restored: Where a restored feed sets out, and the digest of what came before: (pass, element, digest).
-        snapshot_element: The element of the pass in `restored` before which `snapshot` stood.
         left: Ranks that have left, with the steps they trained, by epoch.
-        snapshot: A serialised iterator; empty if there is none.
+        parts: The parts of the `FeedState` that a restored feed goes on from, by name.
         payload: `dataset_fn`, pickled by value where it must be, or a dataset's graph.
         payload_kind: "function" or "graph".
         modules: Modules of functions that are pickled by value.
@@ -120,9 +119,8 @@ class Launch:
     counts: list[list[int]]
     pass_lengths: dict[str, int]
     restored: list[Any] | None
-    snapshot_element: int
     left: dict[str, dict[str, int]]
-    snapshot: bytes
+    parts: dict[str, bytes]
     payload: bytes
     payload_kind: str
     source_spec: str = ""
@@ -134,9 +132,10 @@ class Launch:
         """Writes this to the child's standard input, an unbuffered pipe."""
         settings = dataclasses.asdict(self)
         settings["token"] = self.token.hex()
-        del settings["payload"], settings["snapshot"]
+        del settings["payload"]
+        settings["parts"] = list(self.parts)
         header = json.dumps(settings).encode()
-        for part in (header, self.payload, self.snapshot):
+        for part in (header, self.payload, *self.parts.values()):
             for data in (_LENGTH.pack(len(part)), part):
                 view = memoryview(data)
                 while view:
@@ -147,7 +146,9 @@ class Launch:
         """Reads what `write_to` wrote."""
         settings = json.loads(_read_part(fd))
         settings["token"] = bytes.fromhex(settings["token"])
-        return cls(payload=_read_part(fd), snapshot=_read_part(fd), **settings)
+        payload = _read_part(fd)
+        settings["parts"] = {name: _read_part(fd) for name in settings["parts"]}
+        return cls(payload=payload, **settings)
 
 
 def _read_part(fd: int) -> bytes:

@@ -7,6 +7,8 @@ under a seed of (seed, pass). All others are built once, and a pass is an iterat
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import glob
 import inspect
 import json
@@ -19,11 +21,13 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.core.framework import graph_pb2
 from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.ops import gen_experimental_dataset_ops
 
 from kerasfeed import spec as spec_lib
-from kerasfeed.producer.graph import Traits, fingerprint_of, seed_graph
+from kerasfeed.producer.graph import Traits, fingerprint_of, graph_of, read_graph, seed_graph
+from kerasfeed.producer.waypoint import Place, Waypoint
 
 _CONTEXT_NAMES = ("ctx", "context", "input_context")
 
@@ -122,7 +126,9 @@ class Pipeline:
         self._fresh_pass = 0
         self._lengths = dict(lengths or {})
         self._whole = whole
-        self._offered: tuple[tuple[int, int], bytes] | None = None
+        self._offered: Waypoint | None = None
+        # What comes out before the iterator goes on.
+        self._ahead: collections.deque[spec_lib.EncodedElement | EndOfPass] = collections.deque()
         self._said_unrepeatable = False
         self._miscounts = False
 
@@ -134,7 +140,8 @@ class Pipeline:
     @property
     def standing(self) -> tuple[int, int]:
         """(pass, element) of what `next` yields."""
-        return (self._pass, self._element) if self._iterator is not None else (self._pass + 1, 0)
+        inside = self._iterator is not None or self._ahead
+        return (self._pass, self._element) if inside else (self._pass + 1, 0)
 
     def _build(self, pass_: int) -> tf.data.Dataset:
         # SeedSequence mixes (seed, pass) so that neighbouring passes have unrelated seeds.
@@ -155,6 +162,7 @@ class Pipeline:
     def _start_pass(self, pass_: int) -> None:
         """Makes the iterator of a pass; in a dataset that is built once, after walking the passes before it."""
         left, self._iterator = self._iterator, None
+        self._ahead.clear()
         if self._per_pass:
             # An old iterator's threads could draw from the new seeds: it has to go first.
             del left
@@ -187,13 +195,14 @@ class Pipeline:
 
         Where it would have ended is known only if it has a cardinality: one that has none may be endless.
         """
-        if self._claimed >= 0 or self._pass in self._lengths:
+        pass_ = self._fresh_pass - 1
+        if self._claimed >= 0 or pass_ in self._lengths:
             for _ in iterator:
                 pass
         elif not self._said_unrepeatable:
             self._said_unrepeatable = True
             self._log(
-                f"pass {self._pass} was left before its end. The dataset keeps state from pass to pass and has no "
+                f"pass {pass_} was left before its end. The dataset keeps state from pass to pass and has no "
                 "cardinality, so that from here on a producer that has to start again can't repeat it. "
                 "Give it one with assert_cardinality"
             )
@@ -223,13 +232,13 @@ class Pipeline:
             element -= self._lengths[pass_]
             pass_ += 1
         elsewhere = self._miscounts or self.standing[0] != pass_ or self.standing[1] > element
-        if not self._take_offered(pass_, element, -1 if elsewhere else self.standing[1]) and elsewhere:
+        if not self._take_offered(pass_, element, None if elsewhere else self.standing) and elsewhere:
             self._start_pass(pass_)
         to_skip = element - self.standing[1]
         while to_skip > 0:
             try:
-                value = self._pull()
-                skipped(self._pass, self._element - 1, spec_lib.encode_element(value))
+                value = self.next()
+                skipped(self._pass, self._element - 1, value)
                 to_skip -= 1
             except EndOfPass as end:
                 ended(end.pass_, end.elements)
@@ -242,58 +251,105 @@ class Pipeline:
                     raise RuntimeError("the dataset is empty") from None
 
     @property
-    def unfit_for_snapshots(self) -> str:
-        """Why its iterator, saved and restored, would not go on as it would have; empty if it would."""
-        if self._traits.random_ops:
-            return f"it uses {', '.join(sorted(self._traits.random_ops))}, whose state no iterator holds"
+    def unfit_for_iterators(self) -> str:
+        """Why its iterator can't be taken up in another process; empty if it can."""
         if self._traits.cache_files:
             return f"it holds cache({self._traits.cache_files[0]!r}), whose files may have changed meanwhile"
         return self._traits.keeps_state and f"{self._traits.keeps_state}, which no iterator holds"
 
+    @property
+    def unfit_for_snapshots(self) -> str:
+        """Why its iterator, saved and restored, would not yield again what it yielded; empty if it would."""
+        if self._traits.random_ops:
+            return f"it uses {', '.join(sorted(self._traits.random_ops))}, whose state no iterator holds"
+        return self.unfit_for_iterators
+
+    def why_unsteady(self, deterministic: bool) -> str:
+        """Why it may yield other elements, or in another order, when it is run again; empty if nothing says so.
+
+        Args:
+            deterministic: Whether TensorFlow's op determinism is on.
+        """
+        try:
+            graph = graph_pb2.GraphDef.FromString(graph_of(self._dataset))
+        except (tf.errors.OpError, NotImplementedError, ValueError):
+            return ""
+        return "; ".join(read_graph(graph, self._traits, self._claimed, deterministic).obstacles)
+
     def save(self) -> bytes:
-        """Returns the iterator as it stands.
+        """Returns the iterator; nothing where a pass begins and it is not made yet.
 
         Raises:
             tf.errors.OpError: A part of it can't be saved.
+            RuntimeError: It has raised, and has lost count.
         """
-        assert self._iterator is not None
+        if self._miscounts:
+            raise RuntimeError("an element raised, and the iterator went on behind it")
+        if self._iterator is None:
+            return b""
         with tempfile.TemporaryDirectory(dir=self._scratch) as folder:
             tf.train.Checkpoint(iterator=self._iterator).write(os.path.join(folder, "iterator"))
             files = {name: pathlib.Path(folder, name).read_bytes() for name in sorted(os.listdir(folder))}
         head = json.dumps([[name, len(data)] for name, data in files.items()]).encode()
         return b"".join([len(head).to_bytes(8, "little"), head, *files.values()])
 
-    def offer(self, place: tuple[int, int], data: bytes) -> None:
-        """Says that `save` returned `data` at (pass, element): a `seek` to what comes after it may use it."""
-        self._offered = place, data
+    def offer(self, waypoint: Waypoint) -> None:
+        """Says where the pipeline can be taken up: a `seek` to what comes after it may go there."""
+        self._offered = waypoint
+        self._lengths.update(waypoint.lengths)
 
-    def _take_offered(self, pass_: int, element: int, standing: int) -> bool:
-        """Goes where the offered iterator stood, if that is nearer to an element than `standing`.
+    def _take_offered(self, pass_: int, element: int, standing: Place | None) -> bool:
+        """Goes to the offered waypoint if that lies between `standing` and the element.
 
         Returns whether the pipeline stands in this pass now: at its start, if the offer is of no use.
         """
-        if self._offered is None or self._offered[0][0] != pass_ or not standing < self._offered[0][1] <= element:
+        offered = self._offered
+        if offered is None or not offered.place <= (pass_, element) or pass_ > offered.stop[0]:
             return False
-        (_, at), data = self._offered
+        if standing is not None and standing >= offered.place:
+            return False
         try:
-            self.restore(pass_, at, data)
+            self.restore(offered)
+            while self.standing[0] < pass_:
+                with contextlib.suppress(EndOfPass):
+                    self.next()
         except Exception as error:  # in many ways
             self._offered = None
-            self._log(f"the snapshot of the iterator can't be used, the pipeline is replayed instead: {error}")
+            self._log(f"the saved iterator can't be used, the pipeline is replayed instead: {error}")
             # What was tried may have drawn from the dataset's seeds: it is built anew.
             self._fresh_pass = pass_ + 1
             self._start_pass(pass_)
         return True
 
-    def restore(self, pass_: int, element: int, data: bytes) -> None:
-        """Stands at an element again, by what `save` returned there, perhaps in another process.
+    def restore(self, waypoint: Waypoint) -> None:
+        """Stands at a waypoint, which may come from another process.
 
         Raises:
             tf.errors.OpError, ValueError: It is another pipeline's.
         """
         self._iterator = None
-        self._dataset = self._build(pass_ if self._per_pass else 0)
-        iterator = iter(self._dataset)
+        stop = waypoint.stop[0]
+        if waypoint.iterator:
+            self._dataset = self._build(stop if self._per_pass else 0)
+            self._iterator, self._fresh_pass = self._load(waypoint.iterator), stop + 1
+        elif waypoint.stop[1]:
+            raise ValueError(f"there is none for element {waypoint.stop[1]} of pass {stop}")
+        self._miscounts = False
+        self._ahead.clear()
+        pass_, element = waypoint.place
+        kept = iter(waypoint.kept)
+        while (pass_, element) < waypoint.stop:
+            if waypoint.lengths.get(pass_) == element:
+                self._ahead.append(EndOfPass(pass_, element))
+                pass_, element = pass_ + 1, 0
+            else:
+                self._ahead.append(next(kept))
+                element += 1
+        inside = self._iterator is not None or self._ahead
+        self._pass, self._element = waypoint.place if inside else (stop - 1, 0)
+
+    def _load(self, data: bytes) -> Iterator[Any]:
+        iterator: Iterator[Any] = iter(self._dataset)
         size = int.from_bytes(data[:8], "little")
         at = 8 + size
         with tempfile.TemporaryDirectory(dir=self._scratch) as folder:
@@ -301,9 +357,7 @@ class Pipeline:
                 pathlib.Path(folder, os.path.basename(name)).write_bytes(data[at : at + length])
                 at += length
             tf.train.Checkpoint(iterator=iterator).read(os.path.join(folder, "iterator")).assert_consumed()
-        self._iterator, self._fresh_pass = iterator, pass_ + 1
-        self._pass, self._element = pass_, element
-        self._miscounts = False
+        return iterator
 
     def next(self) -> spec_lib.EncodedElement:
         """Returns the next element.
@@ -311,9 +365,8 @@ class Pipeline:
         Raises:
             EndOfPass: The pass is over; the next call starts the next one.
         """
-        return spec_lib.encode_element(self._pull())
-
-    def _pull(self) -> Any:
+        if self._ahead:
+            return self._next_ahead()
         if self._iterator is None:
             self._start_pass(self._pass + 1)
         assert self._iterator is not None
@@ -333,4 +386,13 @@ class Pipeline:
                 "Correct its assert_cardinality"
             )
         self._element += 1
-        return value
+        return spec_lib.encode_element(value)
+
+    def _next_ahead(self) -> spec_lib.EncodedElement:
+        item = self._ahead.popleft()
+        if isinstance(item, spec_lib.EncodedElement):
+            self._element += 1
+            return item
+        if self._ahead or self._iterator is not None:
+            self._pass, self._element = item.pass_ + 1, 0
+        raise item

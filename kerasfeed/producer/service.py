@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 
 from kerasfeed import auth, wire
-from kerasfeed.producer.snapshots import Snapshots
+from kerasfeed.producer.way_back import WayBack
 from kerasfeed.producer.window import BindError, Delivery, EpochEnd, Failure, FailureKind, Window
 from kerasfeed.proto import feed_pb2
 
@@ -39,12 +39,13 @@ class StateKeeper:
     """What belongs into a feed's state beside its position.
 
     Attributes:
-        digest_before: Returns the digest of all elements of a pass before an element; empty if it is not known.
-        snapshots: The iterators that were saved.
+        digest_before: Called with (pass, element, first): returns the digest of a pass's elements from `first` to
+            `element`; empty if it is not known.
+        way_back: How a later job gets to a position.
     """
 
-    digest_before: Callable[[int, int], str]
-    snapshots: Snapshots
+    digest_before: Callable[[int, int, int], str]
+    way_back: WayBack
 
 
 class FeedService:
@@ -304,13 +305,23 @@ class _Conversation:
             raise ValueError(f"a {kind} message is not expected here")
 
     def _states(self, ask: feed_pb2.AskState) -> Iterator[feed_pb2.State]:
-        """Yields the answer, in pieces where there is a snapshot."""
-        pass_, element = self._window.locate(wire.position_of(ask.position))
-        snapshots = self._keeper.snapshots
-        snapshots.plan((pass_, element), ask.again_after * self._window.size)
-        at, data = snapshots.best(pass_, element) or (0, b"")
-        place: dict[str, Any] = {"position": ask.position, "pass": pass_, "element": element}
-        place.update(snapshot_element=at, snapshot_size=len(data), digest=self._keeper.digest_before(pass_, element))
+        """Yields the answer, in pieces where it has parts."""
+        position = wire.position_of(ask.position)
+        pass_, element = self._window.locate(position)
+        keeper = self._keeper
+        keeper.way_back.plan((pass_, element), ask.again_after * self._window.size)
+        waypoint = keeper.way_back.find(
+            (pass_, element), position, self._window.wake_pump, lambda: not self._context.is_active()
+        )
+        way, parts = "replay", {}
+        if waypoint is not None:
+            way, parts = waypoint.way, waypoint.to_parts()
+            if waypoint.place[1] < element:
+                parts["skipped"] = keeper.digest_before(pass_, element, waypoint.place[1]).encode()
+        data = b"".join(parts.values())
+        place: dict[str, Any] = {"position": ask.position, "pass": pass_, "element": element, "way": way}
+        place["digest"] = keeper.digest_before(pass_, element, 0)
+        place["parts"] = [feed_pb2.Part(name=name, size=len(part)) for name, part in parts.items()]
         for offset in range(0, max(1, len(data)), wire.CHUNK_BYTES):
             yield feed_pb2.State(offset=offset, data=data[offset : offset + wire.CHUNK_BYTES], **place)
 

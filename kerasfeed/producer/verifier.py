@@ -6,7 +6,8 @@ death.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from kerasfeed.producer import digest as digests
@@ -26,7 +27,8 @@ class Verifier:
     Args:
         spec: The dataset's element spec, as `spec.encode_spec` wrote it.
         journal: What was produced so far.
-        restored: Where a restored feed sets out, and the digest of what came before it: (pass, element, digest).
+        restored: (pass, element) where a restored feed sets out.
+        before: Digests of the elements before that, by the first of them.
         full: Whether digests are of all bytes of large elements, too.
         warn: Called with the message instead of raising `Mismatch`, if given; once, for the first element.
     """
@@ -35,7 +37,8 @@ class Verifier:
         self,
         spec: bytes,
         journal: digests.Journal,
-        restored: tuple[int, int, str] | None = None,
+        restored: tuple[int, int] | None = None,
+        before: Mapping[int, str] = types.MappingProxyType({}),
         full: bool = False,
         warn: Callable[[str], None] | None = None,
     ):
@@ -44,6 +47,7 @@ class Verifier:
         self._kind = "01" if full else "00"
         self._journal = journal
         self._restored = restored
+        self._before = before
         self._warn = warn
         self._warned = False
 
@@ -77,17 +81,18 @@ class Verifier:
         Raises:
             Mismatch: A restored feed starts here, and what came before is not what came before the backup.
         """
-        if self._restored is None or (pass_, element) != self._restored[:2]:
+        if (pass_, element) != self._restored:
             return
-        was, now = self._restored[2], self.digest_before(pass_, element)
         self._restored = None
-        # What is not known, for want of room or because the backup does not say, can't be compared.
-        if was and now and was != now and was.endswith(self._kind):
-            self._tell(digests.chain_mismatch(pass_, element, was, now))
+        for first, was in self._before.items():
+            now = self.digest_before(pass_, element, first)
+            # What is not known, for want of room or because the backup does not say, can't be compared.
+            if was and now and was != now and was.endswith(self._kind):
+                self._tell(digests.chain_mismatch(pass_, first, element, was, now))
 
-    def digest_before(self, pass_: int, element: int) -> str:
-        """Returns the digest of all elements of a pass before this one; empty if some are not known."""
-        chain = self._journal.chain(pass_, element)
+    def digest_before(self, pass_: int, element: int, first: int = 0) -> str:
+        """Returns the digest of a pass's elements from `first` to this one; empty if some are not known."""
+        chain = self._journal.chain(pass_, element, first)
         return chain + self._kind if chain else ""
 
     def forget_before(self, pass_: int) -> None:

@@ -84,6 +84,11 @@ class Produce:
     generation: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Pause:
+    """Work for the pump: none, but somebody waits for it to stand still."""
+
+
 @dataclasses.dataclass
 class EpochCount:
     """What was produced of an epoch."""
@@ -216,6 +221,8 @@ class Window:
         self._head: Position | None = None
         self._partial: list[EncodedElement] = []
         self._ends: dict[int, int] = {}
+        # What an epoch dropped, until all have trained it: with another number of ranks it is not dropped.
+        self._remainders: dict[int, list[EncodedElement]] = {}
         self._cuts: dict[int, _Cut] = {}
         self._left: dict[int, _Cut] = {}
         self._counts: dict[int, EpochCount] = dict(counts or {})
@@ -232,8 +239,12 @@ class Window:
 
     # ---- The pump's side ----
 
-    def wait_for_work(self) -> Seek | Produce | None:
-        """Blocks until there is something for the pump to do; `None` means: stop."""
+    def wait_for_work(self, interrupted: Callable[[], bool] = lambda: False) -> Seek | Produce | Pause | None:
+        """Blocks until there is something for the pump to do; `None` means: stop.
+
+        Args:
+            interrupted: Whether the pump is wanted elsewhere; `wake_pump` lets it be asked.
+        """
         with self._lock:
             while not self._stopped and not self._drained():
                 self._check_ranks()
@@ -245,12 +256,41 @@ class Window:
                     pass_, element = self._segment.locate(self._head, self._size)
                     self._working_since = self._clock()
                     return Seek(self._generation, pass_, element, self._segment.steps_per_epoch is not None)
+                if interrupted():
+                    return Pause()
                 if self._may_produce():
                     self._working_since = self._clock()
                     return Produce(self._generation)
                 self._working_since = None
                 self._pump_woken.wait(_POLL_SECONDS)
             return None
+
+    def wake_pump(self) -> None:
+        """Lets `wait_for_work` look whether it is interrupted."""
+        with self._lock:
+            self._pump_woken.notify_all()
+
+    def untrained(self, position: Position) -> list[EncodedElement] | None:
+        """Returns all elements from a step on up to the one that the pump comes to next, in their order.
+
+        `None` if some of them are not in memory. For the pump itself, between two elements.
+        """
+        with self._lock:
+            if self._head is None or self._seek_pending or position > self._head:
+                return None
+            elements: list[EncodedElement] = []
+            while position < self._head:
+                if position.step == self._ends.get(position.epoch):
+                    if position.epoch not in self._remainders:
+                        return None
+                    elements += self._remainders[position.epoch]
+                    position = Position(position.epoch + 1, 0)
+                elif position in self._steps:
+                    elements += self._steps[position].elements
+                    position = Position(position.epoch, position.step + 1)
+                else:
+                    return None
+            return elements + self._partial
 
     def put(self, generation: int, element: EncodedElement) -> None:
         """Adds the next element. One that was produced before the window went elsewhere is forgotten."""
@@ -295,6 +335,11 @@ class Window:
             self._pass_lengths[pass_] = elements
             self._pass_ended(pass_, elements)
 
+    def pass_length(self, pass_: int) -> int | None:
+        """How many elements pass `pass_` over the dataset had, if it has ended."""
+        with self._lock:
+            return self._pass_lengths.get(pass_)
+
     def fail(self, generation: int, message: str, kind: FailureKind = FailureKind.PRODUCER) -> None:
         """Says that the next element can't be produced. Steps that are complete are still delivered."""
         with self._lock:
@@ -326,7 +371,7 @@ class Window:
                 f"epoch {epoch} drops {_count(len(self._partial), 'element')} of {count.elements}{all_of_them}: "
                 f"no complete step for {self._size} ranks (statistics() counts what is dropped; this is said once)"
             )
-        self._partial = []
+        self._remainders[epoch], self._partial = self._partial, []
         self._ends[epoch] = self._head.step
         self._cuts.pop(epoch, None)
         self._epoch_ended(epoch, count)
@@ -428,6 +473,8 @@ class Window:
             if trained is not None and oldest >= trained:
                 break
             self._drop(oldest)
+        for epoch in [e for e in self._remainders if trained is None or e < trained.epoch]:
+            del self._remainders[epoch]
 
     # ---- The ranks' side ----
 
@@ -612,11 +659,12 @@ class Window:
         count.elements = count.steps * self._size
         count.complete = True
         self._ends[position.epoch] = position.step
+        self._remainders.pop(position.epoch, None)
         self._epoch_ended(position.epoch, count)
 
     def _forget_epochs(self, first: int) -> None:
         """Forgets what was known of epochs from `first` on: they get other elements now."""
-        known: tuple[dict[int, Any], ...] = (self._counts, self._ends, self._cuts)
+        known: tuple[dict[int, Any], ...] = (self._counts, self._ends, self._cuts, self._remainders)
         for by_epoch in known:
             for epoch in [e for e in by_epoch if e >= first]:
                 del by_epoch[epoch]

@@ -166,23 +166,31 @@ class Welcome(_message.Message):
     def __init__(self, spec: _Optional[bytes] = ..., cardinality: _Optional[int] = ..., seed: _Optional[int] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., elements: _Optional[int] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class State(_message.Message):
-    __slots__ = ("position", "element", "digest", "snapshot_element", "snapshot_size", "offset", "data")
+    __slots__ = ("position", "element", "digest", "way", "parts", "offset", "data")
     POSITION_FIELD_NUMBER: _ClassVar[int]
     PASS_FIELD_NUMBER: _ClassVar[int]
     ELEMENT_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
-    SNAPSHOT_ELEMENT_FIELD_NUMBER: _ClassVar[int]
-    SNAPSHOT_SIZE_FIELD_NUMBER: _ClassVar[int]
+    WAY_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     position: Position
     element: int
     digest: str
-    snapshot_element: int
-    snapshot_size: int
+    way: str
+    parts: _containers.RepeatedCompositeFieldContainer[Part]
     offset: int
     data: bytes
-    def __init__(self, position: _Optional[_Union[Position, _Mapping]] = ..., element: _Optional[int] = ..., digest: _Optional[str] = ..., snapshot_element: _Optional[int] = ..., snapshot_size: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., **kwargs) -> None: ...
+    def __init__(self, position: _Optional[_Union[Position, _Mapping]] = ..., element: _Optional[int] = ..., digest: _Optional[str] = ..., way: _Optional[str] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., **kwargs) -> None: ...
+
+class Part(_message.Message):
+    __slots__ = ("name", "size")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    size: int
+    def __init__(self, name: _Optional[str] = ..., size: _Optional[int] = ...) -> None: ...
 
 class Component(_message.Message):
     __slots__ = ("shape", "offset", "length")

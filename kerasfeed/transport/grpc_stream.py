@@ -271,7 +271,7 @@ class Connection:
 
         def whole() -> feed_pb2.State | None:
             state = self._state
-            return state if state is not None and len(state.data) >= state.snapshot_size else None
+            return state if state is not None and len(state.data) >= sum(part.size for part in state.parts) else None
 
         with self._changed:
             self._state = None

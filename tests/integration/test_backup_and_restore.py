@@ -361,9 +361,22 @@ def test_a_backup_needs_the_callback_that_counts(folder, make_feeder):
 # ---- Without fit ----
 
 
-def test_two_then_three_ranks_then_one_train_each_element_once(make_ranks):
-    def count(count=23):
-        return tf.data.Dataset.range(count).shuffle(count)
+def in_an_order():
+    return tf.data.Dataset.range(23).shuffle(23)
+
+
+def in_an_order_of_its_own():
+    import os
+
+    # The feed's seed does not reach it: each producer has another order.
+    return tf.data.Dataset.range(23).shuffle(23, seed=int.from_bytes(os.urandom(4), "little"))
+
+
+@pytest.mark.parametrize(
+    ("dataset_fn", "resume", "way"),
+    [(in_an_order, "auto", "replay"), (in_an_order_of_its_own, "window", "window")],
+)
+def test_two_then_three_ranks_then_one_train_each_element_once(make_ranks, dataset_fn, resume, way):
 
     def train(feeders, steps):
         """All ranks take so many steps; returns what they got, and the state after it."""
@@ -378,9 +391,10 @@ def test_two_then_three_ranks_then_one_train_each_element_once(make_ranks):
         return [i for got, _ in results for i in got], results[0][1]
 
     feeders_step = [0]
-    trained, state = train(make_ranks(2, count, seed=4), 4)
+    trained, state = train(make_ranks(2, dataset_fn, resume=resume, seed=4), 4)
     for size, steps in ((3, 3), (1, 6)):
-        feeders = make_ranks(size, count)
+        assert state.way == way
+        feeders = make_ranks(size, dataset_fn, resume=resume)
         for feeder in feeders:
             feeder.restore(state)
         feeders_step[0] = feeders[0].session.cursor.acknowledged.step

@@ -87,6 +87,62 @@ def test_a_snapshot_brings_a_feed_back_and_is_left_aside_where_the_user_wants_re
     assert numbers(replayed) == expected[0][40:]
 
 
+def at_its_time():
+    return tf.data.Dataset.range(30).map(lambda i: tf.stack([tf.cast(i, tf.float64), tf.timestamp()]))
+
+
+def test_what_was_produced_too_early_comes_again_as_it_was(make_feeder):
+    feeder = make_feeder(at_its_time, name="s", resume="window", prefetch=4)
+    iterator = iter(feeder)
+    for _ in range(11):
+        next(iterator)
+    # Of the last one nobody knows yet whether it was trained.
+    state = through_bytes(feeder.state())
+    assert (state.way, state.element) == ("window", 10)
+    after = [next(iterator).numpy().tolist() for _ in range(2)]
+    feeder.close()
+    restored = make_feeder(at_its_time, name="s", resume="window")
+    restored.restore(state)
+    rest = [value.numpy().tolist() for value in restored]
+    assert [int(number) for number, _ in rest] == list(range(10, 30))
+    assert rest[1:3] == after
+
+
+def test_auto_chooses_the_window_where_the_order_may_differ(make_feeder, capfd):
+    def dataset_fn():
+        return tf.data.Dataset.range(40).map(lambda i: i, num_parallel_calls=2, deterministic=False)
+
+    feeder = make_feeder(dataset_fn, name="s")
+    iterator = iter(feeder)
+    trained = set(take(iterator, 9)[:-1])
+    state = through_bytes(feeder.state(again_after=100))
+    assert state.way == "window"
+    feeder.close()
+    restored = make_feeder(dataset_fn, name="s")
+    restored.restore(state)
+    rest = numbers(restored)
+    assert (len(rest), trained | set(rest)) == (32, set(range(40)))
+    said = [line for line in capfd.readouterr().err.splitlines() if "brought back" in line]
+    assert len(said) == 1
+    assert "the elements that it is ahead: a parallel map with deterministic=False" in said[0]
+
+
+def test_what_is_skipped_on_the_way_from_a_snapshot_is_compared(make_feeder):
+    feeder = make_feeder(at_its_time, name="s", resume="snapshot", prefetch=2)
+    iterator = iter(feeder)
+    next(iterator)
+    feeder.state(again_after=10)
+    for _ in range(16):
+        next(iterator)
+    state = through_bytes(feeder.state(again_after=10))
+    assert (state.way, state.parts["element"], state.element) == ("snapshot", b"10", 16)
+    feeder.close()
+    restored = make_feeder(at_its_time, name="s")
+    restored.restore(state)
+    with pytest.raises(kerasfeed.ReplayMismatchError, match="elements 10 to 15 of pass 0, which were trained"):
+        list(restored)
+
+
 def test_a_pipeline_that_does_not_repeat_itself_is_caught_when_it_is_restored(make_feeder):
     feeder = make_feeder(random_numbers, name="s")
     take(iter(feeder), 6)
@@ -94,7 +150,7 @@ def test_a_pipeline_that_does_not_repeat_itself_is_caught_when_it_is_restored(ma
     feeder.close()
     restored = make_feeder(random_numbers, name="s")
     restored.restore(state)
-    with pytest.raises(kerasfeed.ReplayMismatchError, match="feed 's': the 5 elements of pass 0 that were trained"):
+    with pytest.raises(kerasfeed.ReplayMismatchError, match="feed 's': elements 0 to 4 of pass 0, which were trained"):
         list(restored)
     warned = make_feeder(random_numbers, name="s", verify="warn")
     warned.restore(state)

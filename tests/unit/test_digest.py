@@ -765,8 +765,8 @@ def test_mismatch_is_a_producer_error_that_can_be_caught() -> None:
         ),
         (digest_lib.end_mismatch(3, 100, 99), ["pass 3", "Expected 100 elements", "produced 99"]),
         (
-            digest_lib.chain_mismatch(3, 41, "ff00", "00ff"),
-            ["41 elements", "pass 3", "ff00", "00ff", "backup"],
+            digest_lib.chain_mismatch(3, 7, 41, "ff00", "00ff"),
+            ["elements 7 to 40", "pass 3", "ff00", "00ff", "backup"],
         ),
     ],
 )

@@ -28,6 +28,7 @@ from kerasfeed.producer.window import (
     EpochEnd,
     Failure,
     FailureKind,
+    Pause,
     Produce,
     Seek,
     Window,
@@ -1131,3 +1132,55 @@ def test_a_restarted_producer_waits_for_no_rank_that_has_left_before():
     assert feed.window.statistics()[0][2] == {0: 0, 1: 5}
     feed.window.leave(0, "")
     assert feed.window.wait_for_work() is None
+
+
+# ---- What is ahead of the ranks ----
+
+
+def ahead_of(feed, position):
+    elements = feed.window.untrained(position)
+    return elements and [number_of(element) for element in elements]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_what_is_ahead_of_a_position_is_all_up_to_the_pump_and_what_an_epoch_dropped(size):
+    feed = Feed(size, length=7, prefetch=100).start().settle()
+    pump = (feed.pump.pass_, feed.pump.element)
+    assert pump > (0, 7 // size * size)
+    expected = [place[0] * PASS + place[1] for place in feed.pump.produced]
+    for step in range(7 // size + 1):
+        assert ahead_of(feed, Position(0, step)) == expected[step * size :]
+    if feed.window._head.epoch:
+        assert ahead_of(feed, Position(1, 0)) == expected[7:]
+
+
+def test_what_has_left_memory_is_not_ahead_of_a_position():
+    feed = Feed(1, length=100, prefetch=2, max_bytes=4 * ELEMENT_BYTES).start()
+    feed.run_until(lambda rank: len(rank.got) >= 20)
+    assert ahead_of(feed, Position(0, 0)) is None
+    assert ahead_of(feed, feed.ranks[0].pulled) is not None
+    assert ahead_of(feed, Position(0, 99)) is None
+    feed.start()
+    # The window goes back, and the pump does not know yet.
+    assert ahead_of(feed, START) is None
+
+
+def test_what_an_epoch_dropped_is_kept_until_it_is_trained():
+    feed = Feed(2, length=5, prefetch=100).start()
+    feed.run_epochs(1)
+    assert list(feed.window._remainders) == [0]
+    for rank in feed.ranks:
+        rank.acknowledge(Position(1, 0))
+    feed.run_epochs(2)
+    assert list(feed.window._remainders) == [1]
+
+
+def test_a_pump_that_is_wanted_goes_where_it_must_first():
+    feed = Feed(1, length=10)
+    feed.start()
+    assert isinstance(feed.window.wait_for_work(lambda: True), Seek)
+    assert isinstance(feed.window.wait_for_work(lambda: True), Pause)
+    assert feed.window.untrained(START) == []
+    feed.settle()
+    feed.ranks[0].read(START)
+    assert isinstance(feed.window.wait_for_work(lambda: True), Pause)

@@ -203,10 +203,14 @@ resume-check: $(RESUME_ENVS:%=env-%) ## kill a training again and again: it must
 
 BENCH_ENV := $(or $(ENV),keras2)
 
-.PHONY: bench
+.PHONY: bench bench-digests
+bench: BENCHMARK := backup_cost.py
 bench: $(filter env-keras%,env-$(BENCH_ENV)) ## what a backup adds to Keras's own saving of weights
-	@$(if $(filter $(KERAS_ENVS),$(BENCH_ENV)),,echo "make bench: ENV=$(ENV): expected one of $(KERAS_ENVS)" >&2; exit 1)
-	$(NO_MAKE) ".venvs/$(BENCH_ENV)/bin/python" benchmarks/backup_cost.py $(ARGS)
+bench-digests: BENCHMARK := digest_cost.py
+bench-digests: $(filter env-keras%,env-$(BENCH_ENV)) ## what the digest of an element costs, beside copying the element
+bench bench-digests:
+	@$(if $(filter $(KERAS_ENVS),$(BENCH_ENV)),,echo "make $@: ENV=$(ENV): expected one of $(KERAS_ENVS)" >&2; exit 1)
+	$(NO_MAKE) ".venvs/$(BENCH_ENV)/bin/python" benchmarks/$(BENCHMARK) $(ARGS)
 
 .PHONY: proto
 proto: .venvs/keras2/.stamps/packages ## generate kerasfeed/proto/feed_pb2.py and .pyi from feed.proto

@@ -66,7 +66,7 @@ class DataFeeder(tf.data.Dataset):
         max_buffer_bytes: Most bytes of produced elements that the producer holds. Room for two steps is made all the
             same, with a warning. Default 1 GiB.
         verify: How an element that is produced again, after a death or a restore, is held to what it was.
-            `"blocks"`, the default: by a digest of all its bytes up to 512 KiB, and of blocks spread over larger ones;
+            `"blocks"`, the default: by a digest of all its bytes up to 32 KiB, and of blocks spread over larger ones;
             if it differs, `ReplayMismatchError` is raised. `"full"`: by a digest of all bytes of all elements.
             `"warn"`: as `"blocks"`, but training goes on, with a warning.
         resume: How a restored feed gets back to where it was. `"replay"`: the pass is produced again, and what was

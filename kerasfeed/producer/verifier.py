@@ -43,8 +43,8 @@ class Verifier:
         warn: Callable[[str], None] | None = None,
     ):
         self._digester = digests.Digester(spec, full)
-        # Digests of the two kinds can't be compared.
-        self._kind = "01" if full else "00"
+        # Digests of different kinds can't be compared. "00" was of other blocks: states of that time may still come.
+        self._kind = "01" if full else "02"
         self._journal = journal
         self._restored = restored
         self._before = before

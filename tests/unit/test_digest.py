@@ -11,7 +11,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -181,82 +181,146 @@ def sampled_bytes(sizes: tuple[int, ...], digester: Digester) -> list[np.ndarray
     return seen
 
 
-@pytest.mark.parametrize("sizes", [(600_000,), (500_000, 50, 100_000)])
-def test_of_a_large_element_64_kib_in_even_blocks_count(
-    sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # With an eighth of the bytes that count there are an eighth of the blocks: the same, but quicker to find.
-    monkeypatch.setattr(digest_lib, "_SAMPLED_BYTES", 8 << 10)
-    seen = sampled_bytes(sizes, Digester(b""))
-    assert sum(int(mask.sum()) for mask in seen) <= 8 << 10
-    for mask in seen:
-        assert mask[0]
-        assert mask[-1]
+@pytest.mark.parametrize(
+    ("sizes", "gaps"),
+    [
+        ((40_000,), [13]),
+        ((600_000,), [13]),
+        ((600_000, 50), [9, 0]),
+        ((300_000, 50, 100_000), [3, 0, 3]),
+        ((20_000,) * 5, [1] * 5),
+        # Whole parts of 64 KiB: 45; without 37 there are 8 more.
+        ((3_000_000,), [21]),
+        # 53, without 51: half a block each.
+        ((1_200_000, 1_200_000, 1_100_000), [1, 1, 1]),
+        # 91, without 51: 40 more, half of them alike.
+        ((4_500_000, 1_496_000, 4_000), [27, 17, 0]),
+    ],
+)
+def test_of_a_large_element_even_blocks_count(sizes: tuple[int, ...], gaps: list[int]) -> None:
+    for size, mask, expected in zip(sizes, sampled_bytes(sizes, Digester(b"")), gaps, strict=True):
+        if not expected:
+            assert mask.all()
+            continue
         edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(int))).reshape(-1, 2)
-        if not mask.all():
-            assert (edges[:, 1] - edges[:, 0] == 512).all()
-            steps = np.diff(edges[:, 0])
-            assert len(steps) % 2 == 1
-            assert steps.max() - steps.min() <= len(steps)
-    if len(seen) > 1:
-        assert seen[1].all()
-        assert seen[0].sum() > seen[2].sum()
-    else:
-        assert seen[0].sum() == 8 << 10
+        assert (edges[:, 1] - edges[:, 0] == 128).all()
+        assert edges[0, 0] == 0
+        assert edges[-1, 1] == size
+        steps = np.diff(edges[:, 0])
+        assert len(steps) == expected
+        assert steps.max() - steps.min() <= len(steps)
 
 
-def test_of_a_large_element_64_kib_at_most_are_read() -> None:
-    read = 0
-
-    class Counting:
-        def update(self, data: memoryview) -> None:
-            nonlocal read
-            read += len(data)
-
-    counted = {}
-    for sizes in ((LARGE,), (LARGE, 256), (LARGE, LARGE), (LARGE, 5000, 70_000, 0), (20_000,) * 40):
-        read = 0
-        digest_lib._sample(Counting(), encoded(*(((s,), bytes(s)) for s in sizes)))  # type: ignore[arg-type]
-        counted[sizes] = read
-    assert counted[(LARGE,)] == counted[(LARGE, LARGE)] == 64 << 10
-    assert 47 << 10 <= counted[(LARGE, 256)] <= 64 << 10
-    assert 24 << 10 <= counted[(LARGE, 5000, 70_000, 0)] <= 64 << 10
-    # Two blocks of each, if that is more.
-    assert counted[(20_000,) * 40] == 40 * 2 * 512
+def zeros(sizes: Iterable[int]) -> EncodedElement:
+    return encoded(*(((size,), bytes(size)) for size in sizes))
 
 
-def test_a_changed_row_of_the_gaps_length_is_found_wherever_it_is() -> None:
-    data = bytearray(LARGE)
-    element = encoded(((LARGE,), data))
+@given(sizes=st.lists(st.one_of(st.integers(0, 9000), st.integers(0, 1 << 22)), min_size=1, max_size=8))
+@example(sizes=[40 << 20])
+@example(sizes=[8 << 20] * 5)
+@example(sizes=[40 << 20, 5000])
+def test_no_more_is_read_than_there_is_time_for(sizes: list[int]) -> None:
+    element = zeros(sizes)
+    read = len(digest_lib._sampled(element))
+    small = sum(size for size in sizes if size <= 4096)
+    large = [size for size in sizes if size > 4096]
+    # What the time for a digest allows: 14 blocks, fewer if there are more components; a block for each 64 KiB, less
+    # what the components cost; two for each component.
+    few = max(8, 17 - 3 * len(sizes))
+    more = max(0, element.size // (64 << 10) - 30 - 7 * len(sizes))
+    assert read <= small + 128 * (max(few, 2 * len(large)) + more)
+    assert read >= small + 128 * 2 * len(large)
+
+
+def test_many_small_components_count_whole() -> None:
+    sizes = (4000,) * 20
+    assert len(digest_lib._sampled(zeros(sizes))) == 80_000
+
+
+def test_a_component_that_its_share_covers_counts_whole() -> None:
+    # 610 whole parts of 64 KiB, without 44, half of them for both alike: 140 blocks of 128 bytes are more than 10 KB.
+    assert len(digest_lib._sampled(zeros((39_990_000, 10_000)))) == 10_000 + 128 * (3 + 424 + 1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "length"),
+    [
+        ((200_000,), 15_400),
+        ((2_550_000,), 200_000),
+        ((9_600_000,), 79_400),
+        ((3_010_000, 512), 340_000),
+    ],
+)
+def test_a_change_of_the_gaps_length_is_found_wherever_it_is(sizes: tuple[int, ...], length: int) -> None:
+    data = bytearray(sizes[0])
+    element = encoded(((sizes[0],), data), *(((size,), bytes(size)) for size in sizes[1:]))
     digester = Digester(b"")
     unchanged = digester.digest(element)
-    length = LARGE // 127
-    for at in range(0, LARGE - length, 997):
-        data[at : at + length] = b"\1" * length
+    changed = b"\1" * length
+    for at in range(0, sizes[0] - length, 997):
+        data[at : at + length] = changed
         assert digester.digest(element) != unchanged, at
         data[at : at + length] = bytes(length)
+
+
+@pytest.mark.parametrize(("size", "times"), [(200_000, 120), (9_600_000, 620)])
+def test_a_change_of_one_byte_is_found_once_in_so_many_times(size: int, times: int) -> None:
+    data = bytearray(size)
+    # A byte that is read counts, whatever it is.
+    read = len(digest_lib._sampled(encoded(((size,), data))))
+    assert size / read == pytest.approx(times, rel=0.1)
+
+
+def test_one_changed_image_of_a_batch_is_found() -> None:
+    image = 224 * 224 * 3
+    for batch in (2, 16, 64):
+        data = bytearray(batch * image)
+        digester, element = Digester(b""), encoded(((batch, 224, 224, 3), data))
+        unchanged = digester.digest(element)
+        found = 0
+        for at in range(0, len(data), image):
+            data[at : at + image] = b"\1" * image
+            found += digester.digest(element) != unchanged
+            data[at : at + image] = bytes(image)
+        # With 16 of them blocks lie further apart than an image is long, if only from 2.0 to 2.5 MB.
+        assert found >= (14 if batch == 16 else batch)
 
 
 def test_full_finds_what_sampling_misses() -> None:
     data = bytearray(LARGE)
     element = encoded(((LARGE,), data))
     sampled, full = Digester(b"").digest(element), Digester(b"", full=True).digest(element)
-    data[LARGE // 127 - 100] = 1
+    data[128] = 1
     assert Digester(b"").digest(element) == sampled
     assert Digester(b"", full=True).digest(element) != full
 
 
-@pytest.mark.parametrize("size", [64 << 10, 512 << 10])
-def test_up_to_512_kib_every_byte_counts(size: int) -> None:
+@pytest.mark.parametrize("size", [4 << 10, 32 << 10])
+def test_up_to_32_kib_every_byte_counts(size: int) -> None:
     data = bytearray(size)
     element = encoded(((size,), data))
     assert Digester(b"").digest(element) == Digester(b"", full=True).digest(element)
     seen = {Digester(b"").digest(element)}
-    for at in range(0, size, 997):
+    for at in range(0, size, 97):
         data[at] = 1
         seen.add(Digester(b"").digest(element))
         data[at] = 0
-    assert len(seen) == 1 + -(-size // 997)
+    assert len(seen) == 1 + -(-size // 97)
+    larger = zeros(((32 << 10) + 1,))
+    assert Digester(b"").digest(larger) != Digester(b"", full=True).digest(larger)
+
+
+def test_digests_of_large_elements_are_the_same_in_each_version() -> None:
+    # Backups carry what is made of them. Where these change, so must `Verifier`'s kind.
+    data = np.arange(3_000_000, dtype="<u4").tobytes()
+    for sizes, expected in (
+        ((200_000,), 3837291827505337859),
+        ((200_000, 500), 263993850361174560),
+        ((50_000, 60_000, 500, 70_000), 5609725539901572291),
+        ((9_600_000, 5000), 8467533198211609013),
+    ):
+        element = encoded(*(((size,), data[:size]) for size in sizes))
+        assert Digester(b"spec").digest(element) == expected
 
 
 # ---- The journal against what a dict knows ----

@@ -309,6 +309,8 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Writes the backup of the epoch before."""
+        for feeder in self.feeders:
+            feeder.session.check_replay()
         self.save_pending()
         if epoch != self._resumed_epoch:
             self._step = 0
@@ -360,6 +362,8 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Deletes the backups, or writes the last one; when all callbacks had their turn, if that can be had."""
+        for feeder in self.feeders:
+            feeder.session.end_replay_check()
         if not self._surrounded:
             self.finish()
 

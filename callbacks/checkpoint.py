@@ -85,6 +85,18 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
         loop = KerasLoop.find(self.model, "fit")
         self._surrounded = loop is not None and loop.surround(keras.callbacks.Callback(), _AfterAll(self))
 
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Has it tried whether the feeds could go on from a checkpoint."""
+        super().on_epoch_begin(epoch, logs)
+        for feeder in self._feeders:
+            feeder.session.check_replay()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Ends that."""
+        super().on_train_end(logs)
+        for feeder in self._feeders:
+            feeder.session.end_replay_check()
+
     def _save_model(self, epoch: int, batch: int | None, logs: Any) -> None:
         # Keras decides here whether there is to be a checkpoint, and writes it.
         if self._feeders[0].topology.rank != _WRITER:

@@ -69,6 +69,9 @@ class DataFeeder(tf.data.Dataset):
             `"blocks"`, the default: by a digest of all its bytes up to 32 KiB, and of blocks spread over larger ones;
             if it differs, `ReplayMismatchError` is raised. `"full"`: by a digest of all bytes of all elements.
             `"warn"`: as `"blocks"`, but training goes on, with a warning.
+        check_replay: Whether it is tried in the background, in the first epoch of a training that is backed up, if the
+            pipeline can be replayed: a second process of low priority builds it and compares its first elements. If
+            not, a warning names what stands in the way. Default `True`.
         resume: How a restored feed gets back to where it was. `"replay"`: the pass is produced again, and what was
             trained of it skipped. `"snapshot"`: the pipeline's iterator, which was saved at or before that place, goes
             on, and what was trained since is skipped. `"window"`: the iterator, which was saved ahead of that place,
@@ -102,6 +105,7 @@ class DataFeeder(tf.data.Dataset):
         prefetch: int | None = None,
         max_buffer_bytes: int = DEFAULT_MAX_BUFFER_BYTES,
         verify: str = "blocks",
+        check_replay: bool = True,
         resume: str = "auto",
         max_state_bytes: int = DEFAULT_MAX_STATE_BYTES,
         transport: str = "auto",
@@ -120,6 +124,7 @@ class DataFeeder(tf.data.Dataset):
             prefetch=prefetch,
             max_buffer_bytes=max_buffer_bytes,
             verify=verify,
+            check_replay=check_replay,
             resume=resume,
             max_state_bytes=max_state_bytes,
             transport=transport,

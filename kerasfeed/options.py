@@ -38,6 +38,7 @@ class FeedOptions:
     max_buffer_bytes: int = DEFAULT_MAX_BUFFER_BYTES
     transport: str = "auto"
     verify: str = "blocks"
+    check_replay: bool = True
     resume: str = "auto"
     max_state_bytes: int = DEFAULT_MAX_STATE_BYTES
     port: int = 0
@@ -58,8 +59,8 @@ class FeedOptions:
         self._whole("max_buffer_bytes", low=1)
         self._whole("port", low=0, high=65535)
         self._whole("seed", low=0, high=MAX_SEED, optional=True)
-        if not isinstance(self.deterministic, bool):
-            raise TypeError(f"DataFeeder: deterministic must be True or False. Received: {self.deterministic!r}")
+        self._truth("deterministic")
+        self._truth("check_replay")
         timeout = self.start_timeout
         if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not timeout > 0 or math.isinf(timeout):
             raise ValueError(f"DataFeeder: start_timeout must be seconds, more than 0. Received: {timeout!r}")
@@ -70,6 +71,11 @@ class FeedOptions:
             raise ValueError(
                 f"DataFeeder: {name}={value!r} is not supported. Supported: {', '.join(map(repr, supported))}"
             )
+
+    def _truth(self, name: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, bool):
+            raise TypeError(f"DataFeeder: {name} must be True or False. Received: {value!r}")
 
     def _whole(self, name: str, low: int, high: int | None = None, optional: bool = False) -> None:
         value = getattr(self, name)

@@ -1,7 +1,7 @@
 """`check`: whether a pipeline can be replayed, found out before anyone needs it.
 
 A `dataset_fn` goes to two processes that are as a producer is; digests of what it yields come back, and are compared
-here. The caller's process builds nothing and is not seeded.
+here. The caller's process builds nothing and is not seeded. `quiet_check.py` does the same for a feed that runs.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ import tensorflow as tf
 from kerasfeed.errors import ProducerError
 from kerasfeed.feeder import prepare
 from kerasfeed.options import MAX_SEED
-from kerasfeed.producer.launch import SCRATCH_VARIABLE, Launch
+from kerasfeed.producer.launch import QUIETLY, SCRATCH_VARIABLE, Launch, TrialOptions
 from kerasfeed.producer.supervisor import environment, how_it_ended
-from kerasfeed.session import Source
+
+_TICK_MS = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,17 +130,27 @@ def check(
     if not isinstance(deterministic, bool):
         raise TypeError(f"check: deterministic must be True or False. Received: {deterministic!r}")
     source = prepare(dataset_fn, "check: dataset_fn")()
-    options: dict[str, Any] = {"elements": elements, "epochs": epochs, "deterministic": deterministic}
+    options = TrialOptions(elements=elements, epochs=epochs, deterministic=deterministic, full=True)
+
+    def launch(restarted: bool, **more: Any) -> Launch:
+        return Launch(
+            options=dataclasses.asdict(dataclasses.replace(options, **more)),
+            size=size,
+            seed=seed,
+            restarted=restarted,
+            **source.for_launch(),
+        )
+
     scratch = tempfile.mkdtemp(prefix="kerasfeed-check-")
     try:
         with contextlib.ExitStack() as children:
             # Both at once: most of their time goes into importing TensorFlow.
-            tries = [children.enter_context(_Try(seed, scratch)) for _ in range(2)]
-            first = tries[0].run(source, size, seed, {**options, "start": [0, 0], "save": True}, False)
+            tries = [children.enter_context(Try(seed, scratch)) for _ in range(2)]
+            first = tries[0].run(launch(restarted=False, save=True))
             first.raise_failure()
             pass_ = min(1, epochs - 1)
             middle = [pass_, len(first.passes[pass_]) // 2]
-            second = tries[1].run(source, size, seed, {**options, "start": middle, "save": False}, True)
+            second = tries[1].run(launch(restarted=True, start=middle))
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return compare(first, second, elements)
@@ -153,10 +164,11 @@ class Outcome:
         graph: The fields of `producer.graph.GraphWord`.
         spec: The element spec as text.
         fingerprint: The fingerprint of the graph.
-        passes: Digests of the elements of each pass that was read, to the end or to the failure.
+        passes: Digests of the elements of each pass, as far as it was read.
         failed_in: The pass in which it raised, or `None`.
         failure: What was raised, with its traceback, or how the process died; empty if all went well.
         unsaved: Why its iterator can't be saved; empty if it can.
+        read: How many passes were read, to the end or until they raised.
     """
 
     graph: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -166,13 +178,17 @@ class Outcome:
     failed_in: int | None = None
     failure: str = ""
     unsaved: str = ""
+    read: int = 0
 
     def hear(self, news: Mapping[str, Any]) -> None:
         """Takes a line of the process's report."""
         if "graph" in news:
             self.graph, self.spec, self.fingerprint = news["graph"], news["spec"], news["fingerprint"]
+        elif "element" in news:
+            self.passes.setdefault(news["element"], []).append(news["digest"])
         elif "read" in news:
-            self.passes[news["read"]] = news["digests"]
+            self.read += 1
+            self.passes.setdefault(news["read"], [])
             if "raised" in news:
                 self.failed_in, self.failure = news["read"], news["raised"]
         elif "raised" in news:
@@ -254,28 +270,37 @@ def _first_difference(first: Outcome, second: Outcome) -> tuple[tuple[int, int] 
     return None, ""
 
 
-class _Try:
-    """A process that tries a pipeline. It is there, with TensorFlow imported, before it is told which."""
+class Try:
+    """A process that tries a pipeline. It is there, with TensorFlow imported, before it is told which.
 
-    def __init__(self, seed: int, scratch: str):
+    Args:
+        seed: The seed under which the pipeline will be built.
+        scratch: Folder for temporary files.
+        quietly: Whether it gives way to all other processes, and nobody sees its output.
+    """
+
+    def __init__(self, seed: int, scratch: str, quietly: bool = False):
         self._control, control_write = os.pipe()
         self._control_write = control_write
         try:
             self._child = subprocess.Popen(
-                [sys.executable, "-m", "kerasfeed.producer.trial"],
+                [sys.executable, "-m", "kerasfeed.producer.trial", *([QUIETLY] if quietly else [])],
                 stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL if quietly else None,
+                stderr=subprocess.DEVNULL if quietly else None,
                 pass_fds=(control_write,),
                 env={**environment(seed), SCRATCH_VARIABLE: scratch},
                 start_new_session=True,
                 bufsize=0,
             )
+            self._pidfd = os.pidfd_open(self._child.pid)
         except BaseException:
             os.close(self._control)
             raise
         finally:
             os.close(control_write)
 
-    def __enter__(self) -> _Try:
+    def __enter__(self) -> Try:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -285,62 +310,52 @@ class _Try:
         assert self._child.stdin is not None
         self._child.stdin.close()
         os.close(self._control)
+        os.close(self._pidfd)
 
-    def run(self, source: Source, size: int, seed: int, options: dict[str, Any], restarted: bool) -> Outcome:
-        """Tries, and returns what became of it."""
-        launch = Launch(
-            options=options,
-            size=size,
-            token=b"",
-            seed=seed,
-            host="",
-            port=0,
-            parent=os.getpid(),
-            control_fd=self._control_write,
-            progress_fd=-1,
-            journal_fd=-1,
-            restarted=restarted,
-            counts=[],
-            pass_lengths={},
-            restored=None,
-            left={},
-            parts={},
-            **source.for_launch(),
-        )
+    def kill(self) -> None:
+        """Ends the process, and with it a `run` in another thread."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def run(self, launch: Launch, wanted: Callable[[], bool] | None = None) -> Outcome:
+        """Tries, and returns what became of it.
+
+        Args:
+            launch: What is tried, its `options` how. Parent and control pipe are filled in here.
+            wanted: Asked again and again, if given, whether the outcome is still of use.
+        """
         assert self._child.stdin is not None
+        launch = dataclasses.replace(launch, parent=os.getpid(), control_fd=self._control_write)
         # It may die before it has read: what follows finds out.
         with contextlib.suppress(BrokenPipeError):
             launch.write_to(self._child.stdin)
-        return self._follow(options["epochs"])
+        return self._follow(launch.options["epochs"], wanted)
 
-    def _follow(self, epochs: int) -> Outcome:
-        outcome, pending, ended = Outcome(), b"", False
-        pidfd = os.pidfd_open(self._child.pid)
-        try:
-            os.set_blocking(self._control, False)
-            news = select.poll()
-            news.register(self._control, select.POLLIN)
-            news.register(pidfd, select.POLLIN)
-            while True:
-                # Its death counts, not the end of the pipe alone, which processes that it forked may hold open.
-                dead = any(fd == pidfd for fd, _ in news.poll())
-                with contextlib.suppress(BlockingIOError):
-                    while not ended and (piece := os.read(self._control, 1 << 20)):
-                        *lines, pending = (pending + piece).split(b"\n")
-                        for line in map(json.loads, lines):
-                            if "done" in line:
-                                return outcome
-                            outcome.hear(line)
-                    if not ended:
-                        news.unregister(self._control)
-                        ended = True
-                if dead:
-                    break
-        finally:
-            os.close(pidfd)
+    def _follow(self, epochs: int, wanted: Callable[[], bool] | None) -> Outcome:
+        outcome, pending, ended, dead = Outcome(), b"", False, False
+        os.set_blocking(self._control, False)
+        news = select.poll()
+        news.register(self._control, select.POLLIN)
+        news.register(self._pidfd, select.POLLIN)
+        while not dead:
+            # Its death counts, not the end of the pipe alone, which processes that it forked may hold open.
+            dead = any(fd == self._pidfd for fd, _ in news.poll(None if wanted is None else _TICK_MS))
+            with contextlib.suppress(BlockingIOError):
+                while not ended and (piece := os.read(self._control, 1 << 20)):
+                    *lines, pending = (pending + piece).split(b"\n")
+                    for line in map(json.loads, lines):
+                        if "done" in line:
+                            return outcome
+                        outcome.hear(line)
+                if not ended:
+                    news.unregister(self._control)
+                    ended = True
+            if wanted is not None and not wanted():
+                outcome.failure = "it took too long"
+                return outcome
         how = how_it_ended(self._child.wait())
-        if len(outcome.passes) == epochs:
+        if outcome.read == epochs:
             outcome.unsaved = f"the process that tried it died ({how})"
         else:
-            outcome.failure = f"its process died in pass {len(outcome.passes)} ({how}); its output may say why"
+            outcome.failure = f"its process died in pass {outcome.read} ({how}); its output may say why"
         return outcome

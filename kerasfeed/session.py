@@ -18,7 +18,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -35,6 +35,9 @@ from kerasfeed.schedule import Position, Segment
 from kerasfeed.state import FeedState
 from kerasfeed.topology import Topology
 from kerasfeed.transport.grpc_stream import Connection, End, Identity, Step
+
+if TYPE_CHECKING:
+    from kerasfeed.quiet_check import QuietCheck
 
 _LOG = logging.getLogger("kerasfeed")
 _STATUS_SECONDS = 5.0
@@ -113,6 +116,7 @@ class Session:
         self._run = 0
         self._store: rendezvous.Store | None = None
         self._supervisor: Supervisor | None = None
+        self._quiet_check: QuietCheck | None = None
         self._meeting: rendezvous.Meeting = rendezvous.Meeting(None, "")
         self._connection: Connection | None = None
         self._seed = options.seed
@@ -273,15 +277,9 @@ class Session:
                 seed=self._seed,
                 host=rendezvous.listening_host(topology),
                 port=self.options.port,
-                parent=0,
-                control_fd=-1,
-                progress_fd=-1,
-                journal_fd=-1,
-                restarted=False,
                 counts=self._supervisor.counts if self._supervisor is not None else [],
                 pass_lengths=self._supervisor.pass_lengths if self._supervisor is not None else {},
                 restored=self._restored_place(),
-                left={},
                 parts=self._restored_parts(),
                 **source.for_launch(),
             )
@@ -343,6 +341,7 @@ class Session:
         """
         if os.getpid() != self.owner:
             return
+        self.end_replay_check()
         with self._closing:
             with self._lock:
                 connection, self._connection = self._connection, None
@@ -512,6 +511,28 @@ class Session:
     def _restored_place(self) -> list[Any] | None:
         state = self._restored
         return [state.pass_, state.element, state.digest] if state is not None else None
+
+    def check_replay(self) -> None:
+        """Has it tried in the background whether the pipeline can be replayed; where that is of use, and once.
+
+        That is on the producer's rank, in the first run of a feed that was not restored: there the producer has made
+        the first elements of all.
+        """
+        # It stands above this module.
+        from kerasfeed.quiet_check import QuietCheck
+
+        with self._lock:
+            supervisor, spec = self._supervisor, self._spec
+            if not self.options.check_replay or supervisor is None or spec is None or self._connection is None:
+                return
+            if self._quiet_check is None and self._run == 1 and self._restored is None:
+                self._quiet_check = QuietCheck(supervisor, spec_lib.encode_spec(spec).decode(), self._fingerprint)
+                self._quiet_check.start()
+
+    def end_replay_check(self) -> None:
+        """Ends what `check_replay` began, if it still goes on."""
+        if self._quiet_check is not None and os.getpid() == self.owner:
+            self._quiet_check.stop()
 
     # ---- What a callback does ----
 

@@ -10,6 +10,7 @@ import array
 import collections
 import contextlib
 import dataclasses
+import itertools
 import mmap
 import os
 import sys
@@ -115,9 +116,11 @@ def _sampled(element: EncodedElement) -> bytes:
     return b"".join(parts)
 
 
-# The journal's file: a few numbers, then the runs, then the digests, each region where a page begins whatever its
-# size. Numbers are 8 bytes at multiples of 8, so that a single store writes each: a killed producer leaves no half of
-# one. What is never touched of the file takes no memory.
+# The journal's file: a few numbers, the first digests of all, then the runs, then the digests, each region where a page
+# begins whatever its size. Numbers are 8 bytes at multiples of 8, so that a single store writes each: a killed producer
+# leaves no half of one. What is never touched of the file takes no memory.
+_FIRST_AT = (4 << 10) // 8
+FIRST_KEPT = 100
 _RUNS_AT = (64 << 10) // 8
 _DIGESTS_AT = (4 << 20) // 8
 _FIRST_RUN, _END_RUN, _TAIL, _FLOOR, _LOST = range(5)
@@ -154,7 +157,8 @@ class Journal:
     longer checked. A table of runs says whose they are. Each write first stores what is new, then, by one store of 8
     bytes, that it counts: a `kill -9` at any moment leaves what was noted before it.
 
-    One producer's pump writes; the supervisor only makes the file, hands it to each producer, and closes it.
+    One producer's pump writes; the supervisor only makes the file, hands it to each producer, reads `first` of it, and
+    closes it.
 
     Args:
         fd: A file from `Journal.create`. It stays the caller's, who may close it at once.
@@ -166,6 +170,7 @@ class Journal:
         self._memory = mmap.mmap(fd, 0)
         self._bytes = memoryview(self._memory)
         self._words = self._bytes.cast("q")
+        self._first = self._bytes[8 * _FIRST_AT : 8 * (_FIRST_AT + FIRST_KEPT)].cast("Q")
         self._digests = self._bytes[8 * _DIGESTS_AT :].cast("Q")
         self._capacity = len(self._digests)
         self._tail, self._floor = self._words[_TAIL], self._words[_FLOOR]
@@ -186,8 +191,23 @@ class Journal:
         os.ftruncate(fd, 8 * (_DIGESTS_AT + capacity))
         return fd
 
+    @staticmethod
+    def first(fd: int) -> list[int]:
+        """Returns the digests of the first elements of pass 0, `FIRST_KEPT` at most; they are never forgotten.
+
+        For other processes, while the producer writes. It is safe without a lock: each of these words changes once,
+        from 0 to a digest, by one store of 8 bytes, and is read by one load. So it is there whole or not yet, and in
+        whatever order stores become visible here, all before the first 0 are what was noted. (A digest that is 0 itself
+        only cuts the list short.)
+        """
+        size = 8 * (_FIRST_AT + FIRST_KEPT)
+        with mmap.mmap(fd, size, prot=mmap.PROT_READ) as memory, memoryview(memory) as view, view.cast("Q") as words:
+            return list(itertools.takewhile(bool, words[_FIRST_AT:].tolist()))
+
     def note(self, pass_: int, element: int, digest: int) -> int | None:
         """This element was produced. Returns the digest that it had when it was produced before, if that is known."""
+        if pass_ == 0 and element < FIRST_KEPT and not self._first[element]:
+            self._first[element] = digest
         runs = self._passes.get(pass_, ())
         for run in runs:
             at = element - run.first
@@ -258,7 +278,7 @@ class Journal:
 
     def close(self) -> None:
         """Lets go of the memory."""
-        for view in (self._digests, self._words, self._bytes):
+        for view in (self._digests, self._first, self._words, self._bytes):
             view.release()
         self._memory.close()
 

@@ -18,7 +18,7 @@ import os
 import pickle
 import struct
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import IO, Any, ClassVar
 
 import cloudpickle
@@ -28,6 +28,8 @@ _LENGTH = struct.Struct("<Q")
 _NO_FILE = "<dynamic-code>"
 # A producer's folder for temporary files, which goes with the supervisor; it is known before all else.
 SCRATCH_VARIABLE = "KERASFEED_SCRATCH"
+# The argument of a trial that nobody is to notice.
+QUIETLY = "quietly"
 
 
 class Progress:
@@ -75,18 +77,47 @@ class Progress:
 
 
 @dataclasses.dataclass(frozen=True)
+class TrialOptions:
+    """How a pipeline is tried.
+
+    Attributes:
+        elements: Where passes are cut off.
+        epochs: How many passes are read.
+        deterministic: Whether it runs with op determinism.
+        full: Whether digests are of all bytes of large elements, too.
+        start: [pass, element] where it starts.
+        save: Whether it is tried to save an iterator, too.
+        read_caches: Whether `cache(filename)` is read where it is complete, as a producer that starts now would.
+    """
+
+    elements: int
+    epochs: int
+    deterministic: bool
+    full: bool
+    start: Sequence[int] = (0, 0)
+    save: bool = False
+    read_caches: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Launch:
     """Everything that a producer needs to know.
 
     Attributes:
-        options: `FeedOptions.to_json()`.
+        options: `FeedOptions.to_json()`; a trial's are `TrialOptions` as a dictionary.
         size: Number of ranks.
-        token: The job's token.
         seed: The feed's seed.
+        module_path: The rank's `sys.path`.
+        payload: `dataset_fn`, pickled by value where it must be, or a dataset's graph.
+        payload_kind: "function" or "graph".
+        source_spec: The element spec that goes with a graph, as `spec.encode_spec` wrote it, in text.
+        modules: Modules of functions that are pickled by value.
+        script: The file of the rank's `__main__`, if it has one.
+        sources: Source code that lies in no file, as of a notebook's cells, by the name it goes by: AutoGraph needs it.
+        token: The job's token.
         host: Address to listen on.
         port: Port to listen on; 0 picks a free one.
         parent: Process id of the rank that starts it.
-        module_path: The rank's `sys.path`.
         control_fd: Where the producer reports, a JSON line each: the pipe's writing end.
         progress_fd: The file of its `Progress`.
         journal_fd: The file of its `Journal`.
@@ -96,37 +127,31 @@ class Launch:
         restored: Where a restored feed sets out, and the digest of what came before: (pass, element, digest).
         left: Ranks that have left, with the steps they trained, by epoch.
         parts: The parts of the `FeedState` that a restored feed goes on from, by name.
-        payload: `dataset_fn`, pickled by value where it must be, or a dataset's graph.
-        payload_kind: "function" or "graph".
-        modules: Modules of functions that are pickled by value.
-        script: The file of the rank's `__main__`, if it has one.
-        sources: Source code that lies in no file, as of a notebook's cells, by the name it goes by: AutoGraph needs it.
-        source_spec: The element spec that goes with a graph, as `spec.encode_spec` wrote it, in text.
     """
 
     options: dict[str, Any]
     size: int
-    token: bytes
     seed: int
-    host: str
-    port: int
-    parent: int
     module_path: list[str]
-    control_fd: int
-    progress_fd: int
-    journal_fd: int
-    restarted: bool
-    counts: list[list[int]]
-    pass_lengths: dict[str, int]
-    restored: list[Any] | None
-    left: dict[str, dict[str, int]]
-    parts: dict[str, bytes]
     payload: bytes
     payload_kind: str
     source_spec: str = ""
     modules: list[str] = dataclasses.field(default_factory=list)
     script: str = ""
     sources: dict[str, str] = dataclasses.field(default_factory=dict)
+    token: bytes = b""
+    host: str = ""
+    port: int = 0
+    parent: int = 0
+    control_fd: int = -1
+    progress_fd: int = -1
+    journal_fd: int = -1
+    restarted: bool = False
+    counts: list[list[int]] = dataclasses.field(default_factory=list)
+    pass_lengths: dict[str, int] = dataclasses.field(default_factory=dict)
+    restored: list[Any] | None = None
+    left: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
+    parts: dict[str, bytes] = dataclasses.field(default_factory=dict)
 
     def write_to(self, pipe: IO[bytes]) -> None:
         """Writes this to the child's standard input, an unbuffered pipe."""

@@ -87,6 +87,7 @@ class Supervisor:
         self._left: dict[str, dict[str, int]] = {}
         self._stopping = False
         self._child: subprocess.Popen[bytes] | None = None
+        self._journal_fd: int | None = None
         self._deaths: list[str] = []
         self._come = ((-1, -1), (-1, -1))
         self._last_lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
@@ -148,6 +149,16 @@ class Supervisor:
         return dict(self._pass_lengths)
 
     @property
+    def launch(self) -> Launch:
+        """What the first producer was told, but for descriptors and port."""
+        return self._launch
+
+    def first_digests(self) -> list[int]:
+        """Returns the digests of the first elements of pass 0, as far as they were produced; none if all is over."""
+        with self._news:
+            return Journal.first(self._journal_fd) if self._journal_fd is not None else []
+
+    @property
     def complete(self) -> bool:
         """Whether all ranks have come to the producer."""
         return self._complete
@@ -204,8 +215,8 @@ class Supervisor:
         progress = Progress(progress_fd)
         owned.callback(progress.close)
         progress.clear()
-        journal_fd = Journal.create(self._name)
-        owned.callback(os.close, journal_fd)
+        journal_fd = self._journal_fd = Journal.create(self._name)
+        owned.callback(self._close_journal, journal_fd)
         scratch = tempfile.mkdtemp(prefix="kerasfeed-")
         owned.callback(shutil.rmtree, scratch, ignore_errors=True)
         while self._run_child(progress_fd, journal_fd, scratch):
@@ -214,6 +225,11 @@ class Supervisor:
                 self._gave_up(self._failure)
                 return
             time.sleep(_RESTART_SECONDS)
+
+    def _close_journal(self, journal_fd: int) -> None:
+        with self._news:
+            self._journal_fd = None
+            os.close(journal_fd)
 
     def _run_child(self, progress_fd: int, journal_fd: int, scratch: str) -> bool:
         """Runs one child to its end. Returns whether another one is wanted."""

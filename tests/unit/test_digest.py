@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 import kerasfeed
 from kerasfeed.producer import digest as digest_lib
-from kerasfeed.producer.digest import Digester, Journal
+from kerasfeed.producer.digest import FIRST_KEPT, Digester, Journal
 from kerasfeed.spec import Component, EncodedElement, encode_element
 
 pytestmark = pytest.mark.once
@@ -511,6 +511,24 @@ def test_largest_digest_fits() -> None:
         journal = Journal(fd)
         journal.note(0, 0, (1 << 64) - 1)
         assert Journal(fd).note(0, 0, 0) == (1 << 64) - 1
+
+
+def test_the_first_digests_are_there_for_others_and_are_never_forgotten() -> None:
+    with journal_file() as fd:
+        journal = Journal(fd)
+        assert Journal.first(fd) == []
+        # A producer that sets out inside the pass leaves a gap, until it has been to its start.
+        produce(journal, 0, range(3, 6))
+        produce(journal, 1, range(5))
+        assert Journal.first(fd) == []
+        produce(journal, 0, range(3))
+        assert Journal.first(fd) == [value(0, e) for e in range(6)]
+        journal.note(0, 2, 5)
+        produce(journal, 0, range(6, 2 * FIRST_KEPT))
+        journal.forget_before(7)
+        again = Journal(fd)
+        again.note(0, 2, 5)
+        assert Journal.first(fd) == [value(0, e) for e in range(FIRST_KEPT)]
 
 
 def test_restored_producer_meets_the_chain_of_the_backup() -> None:

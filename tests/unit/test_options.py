@@ -82,10 +82,11 @@ def test_a_feed_needs_a_name(make, value):
         make(name=value)
 
 
+@pytest.mark.parametrize("argument", ["deterministic", "check_replay"])
 @pytest.mark.parametrize("value", [1, None, "yes"])
-def test_deterministic_is_true_or_false(make, value):
-    with pytest.raises(TypeError, match=r"deterministic must be True or False. Received: "):
-        make(deterministic=value)
+def test_a_question_is_answered_by_true_or_false(make, argument, value):
+    with pytest.raises(TypeError, match=rf"{argument} must be True or False. Received: "):
+        make(**{argument: value})
 
 
 @pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, "600", None, True])
@@ -121,6 +122,7 @@ def test_all_supported_values_are_accepted(make):
         deterministic=True,
         prefetch=1,
         max_buffer_bytes=1,
+        check_replay=False,
         transport="grpc",
         port=65535,
         start_timeout=0.5,
@@ -145,6 +147,10 @@ def test_the_prefetch_is_at_least_two_steps():
 def test_ranks_agree_on_the_producer_whether_it_is_left_open_or_said():
     assert FeedOptions().agreed() == FeedOptions(producer=0).agreed()
     assert FeedOptions().agreed() != FeedOptions(producer=1).agreed()
+
+
+def test_ranks_need_not_agree_on_whether_the_pipeline_is_checked():
+    assert FeedOptions(check_replay=False).agreed() == FeedOptions().agreed()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from kerasfeed import quiet_check
 from kerasfeed.options import FeedOptions
-from kerasfeed.producer import trial
+from kerasfeed.producer import graph
 from kerasfeed.replay_check import Outcome
 
 RACE = "random ops in a parallel map"
@@ -27,7 +27,7 @@ def check(caplog):
 
 
 def outcome(digests, *obstacles, read=0, **more):
-    return Outcome(dataclasses.asdict(trial.GraphWord(obstacles)), "[]", "ab", {0: list(digests)}, read=read, **more)
+    return Outcome(dataclasses.asdict(graph.GraphWord(obstacles)), "[]", "ab", {0: list(digests)}, read=read, **more)
 
 
 LATE, RAISED = {"failure": "it took too long"}, {"read": 1, "failed_in": 0, "failure": "ValueError: boom"}

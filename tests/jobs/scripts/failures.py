@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import quick  # noqa: F401 (before TensorFlow)
+
+# isort: split
+
 import contextlib
 import os
 import signal

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import quick  # noqa: F401 (before TensorFlow)
+
+# isort: split
+
 import horovod.tensorflow as hvd
 import tensorflow as tf
 from models import Epochs, Recorder, StopAfter, batches, build_network, digest_of, horovod_callbacks, validation_batches

@@ -50,9 +50,8 @@ class ModelState:
         if group == "weights":
             return list(model.trainable_variables)
         if group == "optimizer":
-            found = _listed(model.optimizer.variables)
-            known = {id(variable) for variable in found}
-            return found + [v for v in _rates(model.optimizer) if id(v) not in known]
+            found = [*_listed(model.optimizer.variables), *_unlisted(model.optimizer)]
+            return list({id(variable): variable for variable in found}.values())
         if group == "metrics":
             return [variable for metric in model.metrics for variable in metric.variables]
         # Keras 3 holds the states of its generators among the model's variables, Keras 2 keeps them in the layers.
@@ -170,10 +169,14 @@ def _listed(variables: Any) -> list[Any]:
     return list(variables() if callable(variables) else variables)
 
 
-def _rates(optimizer: Any) -> list[tf.Variable]:
-    """Returns the learning rate and the like, which Keras 2 does not count among an optimizer's variables."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    found = [getattr(inner, "_learning_rate", None), *getattr(inner, "_hyper", {}).values()]
+def _unlisted(optimizer: Any) -> list[tf.Variable]:
+    """Returns what Keras 2 does not count among an optimizer's variables: learning rate and the like, loss scale."""
+    found: list[Any] = []
+    while optimizer is not None:
+        found += [getattr(optimizer, "_learning_rate", None), *getattr(optimizer, "_hyper", {}).values()]
+        scale = getattr(optimizer, "_loss_scale", None)
+        found += [getattr(scale, "current_loss_scale", None), getattr(scale, "counter", None)]
+        optimizer = getattr(optimizer, "inner_optimizer", None)
     return [value for value in found if isinstance(value, tf.Variable)]
 
 

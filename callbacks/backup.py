@@ -16,10 +16,11 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from tensorflow import keras
 
 from kerasfeed.backup import BackupFolder
-from kerasfeed.callbacks import model_state
+from kerasfeed.callbacks import memory, model_state
 from kerasfeed.callbacks.keras_loop import KerasLoop
 from kerasfeed.collective import broadcast_bytes, connected, gather_bytes, read_by_first
 from kerasfeed.errors import StateError
@@ -29,6 +30,8 @@ from kerasfeed.state import FeedState
 _LOG = logging.getLogger("kerasfeed")
 _WRITER = 0
 _SMALL_STATE_BYTES = 4096
+# What is packed beside variables.
+_MEMORY, _BEST = "memory", "best weights"
 # Which `fit` calls with this folder have come to their end in this process, by its path.
 _ended: dict[str, int] = {}
 # Who writes to a folder in this process, by its path: a fit that raised may not be over, as long as somebody holds its
@@ -40,10 +43,10 @@ class BackupAndRestore(keras.callbacks.Callback):
     """Saves all that training needs to go on, and restores it when the script is started again.
 
     A backup holds the weights, the optimizer, the epoch and the step, where the data stand, what is each rank's own
-    (statistics of BatchNormalization, random generators, metrics), and what Keras's callbacks remember. It is written
-    by rank 0, whole or not at all. When the same script starts again, `fit` goes on from there, inside an epoch too,
-    on all ranks, also if there are more or fewer of them. Use it on all ranks, together with `FeedCallback`, in any
-    order.
+    (statistics of BatchNormalization, random generators, metrics), and what Keras's callbacks remember, with the
+    history that `fit` returns. It is written by rank 0, whole or not at all. When the same script starts again, `fit`
+    goes on from there, inside an epoch too, on all ranks, also if there are more or fewer of them. Use it on all ranks,
+    together with `FeedCallback`, in any order.
 
     Example:
 
@@ -62,7 +65,8 @@ class BackupAndRestore(keras.callbacks.Callback):
             else all ranks must see it.
         save_freq: `"epoch"`, the default: at the end of each epoch. Or an int: after so many batches, counted over all
             epochs.
-        double_checkpoint: Whether the backup before the newest one is kept too. Default `False`.
+        double_checkpoint: Whether the backup before the newest one is kept too, for the case that the newest is
+            damaged. Default `False`.
         delete_checkpoint: Whether the backups are deleted when training ends. Default `True`.
 
     Raises:
@@ -92,7 +96,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._save_freq = save_freq
         self._delete = delete_checkpoint
         self._loop: KerasLoop | None = None
-        self._memory: list[Any] = []
+        self._memory: memory.Memory = []
         self._late_metrics: bytes | None = None
         self._begun = self._skipped = self._surrounded = False
         self._trained = self.feeders[0]
@@ -169,8 +173,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             # Horovod's would give all ranks what is rank 0's own, after the first batch: they have the same weights.
             if hasattr(callback, "broadcast_done"):
                 callback.broadcast_done = True
-        self._memory, self._batches = info["memory"], info["batches"]
-        self._epoch, self._step = info["epoch"], self._resumed_step(info)
+        self._batches, self._epoch, self._step = info["batches"], info["epoch"], self._resumed_step(info)
         self._set_counters(model, self._epoch, self._step)
         return self._epoch
 
@@ -203,6 +206,9 @@ class BackupAndRestore(keras.callbacks.Callback):
             )
         # Keras resets metrics when an epoch begins, and makes some of them only with the first batch.
         self._late_metrics = own
+        best = model_state.arrays(parts["shared"], _BEST) | model_state.arrays(own, _BEST)
+        (text,) = model_state.arrays(own, _MEMORY).values()
+        self._memory = memory.unpack(text.tobytes(), best)
 
     def _resumed_step(self, info: dict[str, Any]) -> int:
         start = self._trained.session.cursor.acknowledged
@@ -267,9 +273,11 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     def _save(self, model: Any) -> None:
         self._pending = False
-        topology = self._topology
-        state = model_state.ModelState(model)
-        own = state.pack(model_state.OWN)
+        topology, callbacks = self._topology, self._callbacks()
+        state, remembered = model_state.ModelState(model), memory.memory_of(callbacks)
+        text = np.frombuffer(memory.pack(remembered), np.uint8)
+        best = memory.best_weights(remembered, model, trainable=False)
+        own = state.pack(model_state.OWN, {_MEMORY: {_MEMORY: text}, _BEST: best})
         owns = gather_bytes(own, "kerasfeed.backup.own") if connected(topology) else [own]
         if topology.rank != _WRITER:
             return
@@ -281,11 +289,12 @@ class BackupAndRestore(keras.callbacks.Callback):
             "step": self._step,
             "batches": self._batches,
             "size": topology.size,
-            "memory": model_state.memory_of(self._callbacks()),
             # A file of its own costs another wait for the disk.
             "feeds": {name: base64.b64encode(data).decode() for name, data in small.items()},
         }
-        parts: dict[str, Any] = {"info": json.dumps(info).encode(), "shared": state.pack(model_state.SHARED)}
+        best = memory.best_weights(remembered, model, trainable=True)
+        shared = state.pack(model_state.SHARED, {_BEST: best})
+        parts: dict[str, Any] = {"info": json.dumps(info).encode(), "shared": shared}
         parts.update({f"own-{rank}": data for rank, data in enumerate(owns)})
         parts.update({f"feed-{name}": data for name, data in feed_states.items() if name not in small})
         self._folder.write(parts, {key: info[key] for key in ("fit", "epoch", "step", "size")})
@@ -318,12 +327,18 @@ class BackupAndRestore(keras.callbacks.Callback):
         if not self._surrounded:
             self.epoch_begun()
 
+    def remember(self) -> None:
+        """Gives Keras's callbacks back what they remembered, before their first turn since training began."""
+        if self._restored is not None:
+            memory.remember(self._callbacks(), self._memory)
+
     def epoch_begun(self) -> None:
         """Where an epoch goes on that was begun before: undoes what its beginning has done for the second time."""
         if self._restored is None:
             return
+        if self._step or not self._surrounded:
+            self.remember()
         shared, self._restored = self._restored, None
-        model_state.remember(self._callbacks(), self._memory)
         if self._step:
             # A schedule may have set the learning rate from what it was, and Keras has reset the metrics.
             model_state.ModelState(self.model).unpack(shared, model_state.SHARED)
@@ -370,11 +385,15 @@ class BackupAndRestore(keras.callbacks.Callback):
     def finish(self) -> None:
         """Deletes the backups, or writes the last one."""
         self._begun = False
+        if self._restored is not None:
+            # There was no epoch left to train.
+            self.remember()
+            self._restore_metrics()
         if not self._delete:
             self.save_pending()
         elif self._topology.rank == _WRITER and not self._skipped:
             self._folder.delete()
-        self._pending, self._feed_states = False, None
+        self._pending, self._feed_states, self._restored = False, None, None
         _ended[self._path] = _ended.get(self._path, 0) + 1
         if self._over is not None:
             self._over.detach()
@@ -405,9 +424,14 @@ class _BeforeAll(keras.callbacks.Callback):
         if isinstance(getattr(self._backup.model, "_initial_epoch", None), _Epoch):
             self._backup.model._initial_epoch = None
         self._backup.save_pending()
+        self._backup.remember()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._backup.save_pending()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        # There may have been no epoch.
+        self._backup.remember()
 
 
 class _AfterAll(keras.callbacks.Callback):

@@ -1,4 +1,4 @@
-"""What a Keras model has learnt and what its ranks own, as bytes and back: variables, generators, memory of callbacks.
+"""What a Keras model has learnt and what its ranks own, as bytes and back: variables and generators.
 
 No pickle, and none of Keras's file formats: each of those leaves out something that exact resuming needs (the state of
 random generators, the optimizer, or metrics). Variables are matched by their order, as names count upwards within a
@@ -8,10 +8,9 @@ process.
 from __future__ import annotations
 
 import json
-import logging
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,16 +18,9 @@ import tensorflow as tf
 
 from kerasfeed.errors import StateError
 
-_LOG = logging.getLogger("kerasfeed")
 _LENGTH = struct.Struct("<Q")
 SHARED = ("weights", "optimizer")
 OWN = ("statistics", "generators", "metrics")
-# Attributes of Keras's callbacks that decide what they do next, by class name (keras/src/callbacks/).
-_MEMORY = {
-    "EarlyStopping": ("wait", "stopped_epoch", "best", "best_epoch"),
-    "ReduceLROnPlateau": ("wait", "best", "cooldown_counter"),
-    "ModelCheckpoint": ("best", "epochs_since_last_save", "_batches_seen_since_last_saving", "_last_batch_seen"),
-}
 
 
 class ModelState:
@@ -108,16 +100,30 @@ class ModelState:
             with tf.init_scope():
                 make(list(model.trainable_variables))
 
-    def pack(self, groups: Sequence[str]) -> bytes:
-        """Returns the values of these groups."""
+    def pack(self, groups: Sequence[str], beside: Mapping[str, Mapping[str, Any]] | None = None) -> bytes:
+        """Returns the values of these groups.
+
+        Args:
+            groups: The groups to pack.
+            beside: Arrays by name that are packed with them, in groups of their own; see `arrays`.
+        """
         index, data = [], []
-        for group in groups:
-            for variable in self.variables(group):
-                value = np.asarray(variable.numpy())
-                index.append([group, _name_of(variable), tf.as_dtype(value.dtype).name, list(value.shape)])
-                data.append(value.tobytes())
+        for group, name, value in self._found(groups, beside or {}):
+            index.append([group, name, tf.as_dtype(value.dtype).name, list(value.shape)])
+            data.append(value.tobytes())
         text = json.dumps(index).encode()
         return b"".join([_LENGTH.pack(len(text)), text, *data])
+
+    def _found(
+        self, groups: Sequence[str], beside: Mapping[str, Mapping[str, Any]]
+    ) -> Iterator[tuple[str, str, np.ndarray[Any, Any]]]:
+        # One by one: those on a device are copied.
+        for group in groups:
+            for variable in self.variables(group):
+                yield group, _name_of(variable), np.asarray(variable.numpy())
+        for group, named in beside.items():
+            for name, array in named.items():
+                yield group, name, np.asarray(array)
 
     def unpack(self, data: bytes, groups: Sequence[str], add: bool = False) -> None:
         """Gives the variables of these groups the values that `pack` took. All are compared before one is changed.
@@ -130,18 +136,11 @@ class ModelState:
         Raises:
             StateError: They are another model's.
         """
-        values: dict[str, list[tuple[str, np.ndarray[Any, Any]]]] = {group: [] for group in groups}
-        size = _LENGTH.unpack_from(data)[0]
-        at = _LENGTH.size + size
-        for group, name, dtype, shape in json.loads(data[_LENGTH.size : at]):
-            kind = np.dtype(tf.as_dtype(dtype).as_numpy_dtype)
-            count = math.prod(shape)
-            if group in values:
-                values[group].append((name, np.frombuffer(data, kind, count, at).reshape(shape)))
-            at += count * kind.itemsize
+        values = list(_values(data))
         pairs = []
-        for group, saved in values.items():
+        for group in groups:
             variables = self.variables(group)
+            saved = [(name, value) for kind, name, value in values if kind == group]
             if len(variables) != len(saved):
                 raise StateError(
                     f"the backup is another model's: expected {len(variables)} variables of {group}, it has "
@@ -159,10 +158,24 @@ class ModelState:
             variable.assign(variable.numpy() + value if add else value)
 
 
+def arrays(data: bytes, group: str) -> dict[str, np.ndarray[Any, Any]]:
+    """Returns the arrays of a group that `ModelState.pack` was given, by name."""
+    return {name: value.copy() for kind, name, value in _values(data) if kind == group}
+
+
 def count(data: bytes, group: str) -> int:
-    """Returns how many variables of a group `ModelState.pack` wrote."""
-    size = _LENGTH.unpack_from(data)[0]
-    return sum(entry[0] == group for entry in json.loads(data[_LENGTH.size : _LENGTH.size + size]))
+    """Returns how many arrays of a group `ModelState.pack` wrote."""
+    return sum(kind == group for kind, _, _ in _values(data))
+
+
+def _values(data: bytes) -> Iterator[tuple[str, str, np.ndarray[Any, Any]]]:
+    """What `ModelState.pack` wrote: groups, names, and arrays that lie in `data`."""
+    at = _LENGTH.size + _LENGTH.unpack_from(data)[0]
+    for group, name, dtype, shape in json.loads(data[_LENGTH.size : at]):
+        kind = np.dtype(tf.as_dtype(dtype).as_numpy_dtype)
+        count = math.prod(shape)
+        yield group, name, np.frombuffer(data, kind, count, at).reshape(shape)
+        at += count * kind.itemsize
 
 
 def _listed(variables: Any) -> list[Any]:
@@ -182,35 +195,3 @@ def _unlisted(optimizer: Any) -> list[tf.Variable]:
 
 def _name_of(variable: Any) -> str:
     return str(getattr(variable, "path", None) or variable.name)
-
-
-def memory_of(callbacks: Sequence[Any]) -> list[Any]:
-    """Returns what Keras's own callbacks remember, as JSON values: [class name, {attribute: value}] of each."""
-    memory = []
-    for callback in callbacks:
-        name = type(callback).__name__
-        if name in _MEMORY:
-            found = {a: _number(getattr(callback, a)) for a in _MEMORY[name] if hasattr(callback, a)}
-            memory.append([name, found])
-            if getattr(callback, "restore_best_weights", False):
-                _LOG.warning(
-                    "BackupAndRestore: the weights that EarlyStopping(restore_best_weights=True) holds are not part of "
-                    "a backup. After a restore it knows only those that come later"
-                )
-    return memory
-
-
-def remember(callbacks: Sequence[Any], memory: Sequence[Any]) -> None:
-    """Gives the callbacks the memory that `memory_of` took, those of each class in their order."""
-    left = [list(entry) for entry in memory]
-    for callback in callbacks:
-        for entry in left:
-            if entry[0] == type(callback).__name__:
-                for attribute, value in entry[1].items():
-                    setattr(callback, attribute, value)
-                left.remove(entry)
-                break
-
-
-def _number(value: Any) -> Any:
-    return value if value is None or isinstance(value, (bool, int, str)) else float(value)

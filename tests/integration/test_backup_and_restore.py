@@ -134,7 +134,7 @@ class Run:
     network: Network
     ids: list[int]
     tested: list[int]
-    history: dict[str, list[float]]
+    histories: list[tuple[list[int], dict[str, list[float]]]]  # of each fit
     values: list[np.ndarray]
 
 
@@ -144,6 +144,7 @@ class Job:
 
     folder: pathlib.Path
     dataset_fn: Callable[..., tf.data.Dataset] = dataclasses.field(default_factory=shuffled)
+    build: Callable[[], Network] = Network
     feeder_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     transform: Callable[[tf.data.Dataset], tf.data.Dataset] = lambda feeder: feeder
     compile_options: Callable[[], dict[str, Any]] = dict
@@ -164,14 +165,13 @@ class Job:
         backup_module._ended.clear()
         keras.backend.clear_session()
         keras.utils.set_random_seed(self.starts)
-        network = Network()
-        compiled(network, **self.compile_options())
+        network = compiled(self.build(), **self.compile_options())
         feeders = [kerasfeed.DataFeeder(self.dataset_fn, name="train", deterministic=True, **self.feeder_options)]
         options = {"verbose": 0, **self.fit_options}
         if self.validation_fn is not None:
             feeders.append(kerasfeed.DataFeeder(self.validation_fn, name="validation"))
             options["validation_data"] = feeders[1]
-        history: dict[str, list[float]] = {}
+        histories = []
         try:
             keeper = Kills(folder, kills)
             for epochs in self.epochs:
@@ -182,11 +182,10 @@ class Job:
                 ]
                 callbacks = [*(reversed(callbacks) if self.backward else callbacks), keeper]
                 got = network.fit(self.transform(feeders[0]), epochs=epochs, callbacks=callbacks, **options)
-                for name, values in got.history.items():
-                    history.setdefault(name, []).extend(map(float, values))
+                histories.append((got.epoch, {name: list(map(float, values)) for name, values in got.history.items()}))
         finally:
             end_sessions([each.session for each in feeders])
-        return Run(network, network.notes.trained.take(), network.notes.tested.take(), history, values_of(network))
+        return Run(network, network.notes.trained.take(), network.notes.tested.take(), histories, values_of(network))
 
 
 def values_of(network: Network) -> list[np.ndarray]:
@@ -212,12 +211,16 @@ def check_kills(job: Job, kills: dict[float, int]) -> Run:
         run = job.start(left_by_kill(job.folder, moment))
         assert run.ids == whole.ids[goes_on:], moment
         assert run.tested == whole.tested[len(whole.tested) - len(run.tested) :], moment
-        for name, values in run.history.items():
-            assert values == whole.history[name][-len(values) :], (moment, name)
-        assert len(run.values) == len(whole.values)
-        for ours, theirs in zip(run.values, whole.values, strict=True):
-            np.testing.assert_array_equal(ours, theirs)
+        check_same_end(run, whole)
     return whole
+
+
+def check_same_end(run: Run, whole: Run) -> None:
+    """Compares what is left of two runs: the history, all variables, and the learning rate."""
+    assert run.histories[-1] == whole.histories[-1]
+    assert len(run.values) == len(whole.values)
+    for ours, theirs in zip(run.values, whole.values, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.fixture
@@ -226,13 +229,23 @@ def folder(tmp_path):
 
 
 def test_training_that_was_killed_ends_as_if_it_had_not_been(folder):
-    # Inside an epoch, at its last batch, when the next has begun, and before there is a backup.
-    job = Job(folder, validation_fn=shuffled(6))
-    whole = check_kills(job, {17: 16, 10: 9, 20.5: 20})
+    # At an epoch's last batch, and when the next has begun.
+    job = Job(
+        folder,
+        validation_fn=shuffled(6),
+        compile_options=lambda: {"optimizer": keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.5)},
+        # From one epoch to the next it leaves the averages in the model.
+        more_callbacks=lambda: [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)] if KERAS3 else [],
+    )
+    whole = check_kills(job, {20: 19, 20.5: 20})
     assert sorted(whole.ids[:COUNT]) == list(range(COUNT))
     assert len(set(map(tuple, np.reshape(whole.ids, [3, COUNT])))) == 3
     assert len(set(map(tuple, np.reshape(whole.tested, [3, 6])))) > 1
     assert not folder.exists()
+
+
+class Stopping(keras.callbacks.EarlyStopping):
+    """One that is derived from Keras's remembers as that one does."""
 
 
 class Schedule(keras.callbacks.LearningRateScheduler):
@@ -252,16 +265,17 @@ def test_kills_with_steps_per_execution_and_all_callbacks_in_another_order(folde
         compile_options=lambda: {"steps_per_execution": 4},
         more_callbacks=lambda: [
             Schedule(),
-            keras.callbacks.ReduceLROnPlateau(factor=0.5, patience=1, min_delta=10.0),
-            keras.callbacks.EarlyStopping(patience=4, min_delta=10.0),
+            keras.callbacks.ReduceLROnPlateau(factor=0.5, patience=1, min_delta=10.0, cooldown=2),
+            Stopping(patience=4, min_delta=10.0, restore_best_weights=True),
         ],
         save_freq=6,
         backward=True,
         epochs=(9,),
     )
-    # Epochs are 4 + 4 + 3 batches; backups are of batch 8, 15, 19, 26 ...; EarlyStopping ends the fifth epoch.
-    whole = check_kills(job, {19: 15})
-    assert len(whole.history["loss"]) == 5
+    # Epochs are 4 + 4 + 3 batches; backups are of batch 8, 15, 19, 26 ...; the rate is reduced in the second epoch,
+    # before the kill, and in the fourth. EarlyStopping ends the fifth, and brings back the weights of the first.
+    whole = check_kills(job, {30: 26})
+    assert whole.histories[0][0] == [0, 1, 2, 3, 4]
 
 
 def test_killed_in_the_second_fit_the_first_is_not_run_again(folder):

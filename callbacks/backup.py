@@ -67,7 +67,8 @@ class BackupAndRestore(keras.callbacks.Callback):
             epochs.
         double_checkpoint: Whether the backup before the newest one is kept too, for the case that the newest is
             damaged. Default `False`.
-        delete_checkpoint: Whether the backups are deleted when training ends. Default `True`.
+        delete_checkpoint: Whether the backups are deleted when training ends. Default `True`. If not, the last one is
+            of the end of training: the same `fit` then trains nothing, and one with more epochs trains on.
 
     Raises:
         TypeError: `feeders` holds something else than `DataFeeder`s.
@@ -108,6 +109,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._epoch = 0
         self._step = 0
         self._batches = 0
+        self._unsaved = 0
         self._pending = False
 
     # ---- Restoring ----
@@ -121,7 +123,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         if not self._begun or (loop is not None and not loop.same_call(self._loop)):
             self._begun, self._loop = True, loop
             self._skipped = self._surrounded = self._pending = False
-            self._epoch = self._step = self._batches = 0
+            self._epoch = self._step = self._batches = self._unsaved = 0
             self._memory, self._late_metrics, self._feed_states, self._restored = [], None, None, None
             self._starts = []
             if loop is not None:
@@ -174,6 +176,9 @@ class BackupAndRestore(keras.callbacks.Callback):
             if hasattr(callback, "broadcast_done"):
                 callback.broadcast_done = True
         self._batches, self._epoch, self._step = info["batches"], info["epoch"], self._resumed_step(info)
+        if info["stopped"] and memory.may_stop(self._callbacks()):
+            # What EarlyStopping has ended stays ended.
+            return self._run_nothing(model)
         self._set_counters(model, self._epoch, self._step)
         return self._epoch
 
@@ -216,9 +221,11 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     def _skip(self, model: Any) -> int:
         self._skipped = True
-        loop = self._loop
-        epochs = loop.last_epoch if loop is not None else 0
+        return self._run_nothing(model)
+
+    def _run_nothing(self, model: Any) -> int:
         _LOG.info("BackupAndRestore: this fit was over when the backup in %s was made", self._path)
+        epochs = self._loop.last_epoch if self._loop is not None else 0
         self._set_counters(model, epochs, 0)
         return epochs
 
@@ -268,11 +275,11 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     def note_feeds(self) -> None:
         """Takes down where the feeds stand, for the last backup: `FeedCallback` is about to close them."""
-        if self._pending and not self._delete and self._topology.rank == _WRITER:
+        if self._unsaved and not self._delete and self._topology.rank == _WRITER:
             self._feed_states = states_of_feeds(self.feeders, self._steps_between)
 
-    def _save(self, model: Any) -> None:
-        self._pending = False
+    def _save(self, model: Any, at_end: bool = False) -> None:
+        self._pending, self._unsaved = False, 0
         topology, callbacks = self._topology, self._callbacks()
         state, remembered = model_state.ModelState(model), memory.memory_of(callbacks)
         text = np.frombuffer(memory.pack(remembered), np.uint8)
@@ -289,6 +296,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             "step": self._step,
             "batches": self._batches,
             "size": topology.size,
+            "stopped": at_end and memory.has_stopped(callbacks),
             # A file of its own costs another wait for the disk.
             "feeds": {name: base64.b64encode(data).decode() for name, data in small.items()},
         }
@@ -364,6 +372,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._late_metrics = None
         steps = self._loop.steps_per_call if self._loop is not None else 1
         self._step += steps
+        self._unsaved += steps
         before, self._batches = self._batches, self._batches + steps
         if self._save_freq != "epoch":
             freq = int(self._save_freq)
@@ -390,7 +399,8 @@ class BackupAndRestore(keras.callbacks.Callback):
             self.remember()
             self._restore_metrics()
         if not self._delete:
-            self.save_pending()
+            if self._unsaved:
+                self._save(self.model, at_end=True)
         elif self._topology.rank == _WRITER and not self._skipped:
             self._folder.delete()
         self._pending, self._feed_states, self._restored = False, None, None

@@ -51,6 +51,16 @@ def remember(callbacks: Sequence[Any], memory: Memory) -> None:
                 setattr(callback, attribute, value)
 
 
+def has_stopped(callbacks: Sequence[Any]) -> bool:
+    """Whether an `EarlyStopping` has ended the training."""
+    return any(getattr(callback, "stopped_epoch", 0) for callback in callbacks)
+
+
+def may_stop(callbacks: Sequence[Any]) -> bool:
+    """Whether there is an `EarlyStopping`."""
+    return any(hasattr(callback, "stopped_epoch") for callback in callbacks)
+
+
 # ---- As bytes ----
 
 

@@ -312,6 +312,41 @@ def test_epochs_of_unknown_and_varying_length(folder):
     assert len(whole.ids) > 20
 
 
+# ---- When training has ended ----
+
+
+def test_backup_that_stays_holds_the_end_of_training(folder, caplog):
+    """And the one before the newest is used where the newest is damaged."""
+    job = Job(
+        folder,
+        more_callbacks=lambda: [
+            keras.callbacks.EarlyStopping("loss", patience=1, min_delta=10.0, restore_best_weights=True)
+        ],
+        save_freq=3,
+        backup_options={"double_checkpoint": True, "delete_checkpoint": False},
+        epochs=(4,),
+    )
+    whole = job.start()
+    assert whole.histories[0][0] == [0, 1]
+    # The same script trains nothing more: EarlyStopping has ended the training.
+    run = job.start()
+    assert run.ids == []
+    check_same_end(run, whole)
+    # Without it training goes on to the last epoch, now from batch 18. Then the backups are deleted.
+    older, newer = sorted(folder.glob("backup-*"))
+    (newer / "shared").write_bytes((newer / "shared").read_bytes()[:-1])
+    job.more_callbacks, job.epochs = list, (3,)
+    job.backup_options = {"double_checkpoint": True, "delete_checkpoint": True}
+    run = job.start()
+    assert f"The one before it is used: {older}" in caplog.text
+    assert run.ids[:2] == whole.ids[18:]
+    assert sorted(run.ids[2:]) == list(range(COUNT))
+    ((epochs, history),) = run.histories
+    assert epochs == [0, 1, 2]
+    assert history["loss"][:2] == whole.histories[0][1]["loss"]
+    assert not folder.exists()
+
+
 # ---- Backups that must not be used ----
 
 

@@ -162,9 +162,10 @@ class BackupAndRestore(keras.callbacks.Callback):
             return None
         # All is compared before anything is changed.
         feed_states = [self._feed_state(parts, feeder) for feeder in self.feeders]
-        state.build(self._trained.element_spec)
         if self._loop is not None:
-            self._loop.build_metrics(model)
+            # Keras builds some models, and all metrics, only from what they are fed.
+            self._loop.build(model)
+        state.build(self._trained.element_spec)
         state.unpack(parts["shared"], model_state.SHARED)
         self._restore_own(state, parts, info["size"])
         for feeder, feed_state in zip(self.feeders, feed_states, strict=True):

@@ -88,11 +88,11 @@ class KerasLoop:
         container.callbacks = [first, *container.callbacks, last]
         return True
 
-    def build_metrics(self, model: Any) -> None:
-        """Lets Keras make the variables of its metrics, which it else does in the first batch."""
+    def build(self, model: Any) -> None:
+        """Lets Keras build the model and make the variables of its metrics, which it else does in the first batch."""
         handler = self._handler()
         trace = getattr(model.train_function, "get_concrete_function", None)
-        # A model that can't be traced like this has its metrics later; what is wrong with it fit will say.
+        # A model that can't be traced like this has all that later; what is wrong with it fit will say.
         with contextlib.suppress(Exception):
             if self._keras3:
                 model._symbolic_build(data_batch=self.dataset.element_spec)

@@ -312,6 +312,49 @@ def test_epochs_of_unknown_and_varying_length(folder):
     assert len(whole.ids) > 20
 
 
+class Unbuilt(keras.Model):
+    """A model that Keras builds with the first batch: its inputs are whole numbers, and `call` has one more metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = keras.layers.Embedding(COUNT, 3)
+        self.dense = keras.layers.Dense(1)
+        self.size = keras.metrics.Mean("size") if KERAS3 else None
+        self.notes = _Notes()
+
+    def call(self, x):
+        y = self.dense(self.embedding(x))
+        size = tf.reduce_mean(tf.abs(y))
+        if KERAS3:
+            self.size.update_state(size)
+        else:
+            self.add_metric(size, name="size")
+        return y
+
+    def train_step(self, data):
+        self.notes.trained.note(tf.cast(data[0][0], tf.float32))
+        return super().train_step(data)
+
+
+def test_model_that_keras_builds_with_the_first_batch(folder):
+    def numbers():
+        return (
+            tf.data.Dataset.range(COUNT)
+            .shuffle(COUNT)
+            .map(lambda i: (i[tf.newaxis], tf.cast(i, tf.float32)[tf.newaxis]))
+        )
+
+    def options():
+        adam = keras.optimizers.Adam(0.01)
+        scaled = keras.mixed_precision.LossScaleOptimizer(adam, initial_scale=2.0, dynamic_growth_steps=4)
+        return {"optimizer": scaled}
+
+    whole = check_kills(Job(folder, numbers, Unbuilt, compile_options=options), {14: 13})
+    assert "size" in whole.histories[0][1]
+    # The loss scale doubled after each four of thirty batches.
+    assert 2.0**8 in [float(value) for value in whole.values if np.shape(value) == ()]
+
+
 # ---- When training has ended ----
 
 

@@ -7,6 +7,7 @@ gradients.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -114,11 +115,13 @@ class Network(keras.Model):
         return {"loss": loss}
 
 
-def build_network(recorder: Recorder, **compile_arguments: Any) -> Network:
+def build_network(recorder: Recorder, first_layers: Sequence[Any] = (), **compile_arguments: Any) -> Network:
     """Returns a compiled model with other weights on each rank, which a broadcast has to make equal."""
     keras.utils.set_random_seed(hvd.rank())
-    x = keras.Input([FEATURES])
-    network = Network(x, keras.layers.Dense(1)(keras.layers.Dense(8, activation="relu")(x)))
+    x = y = keras.Input([FEATURES])
+    for layer in (*first_layers, keras.layers.Dense(8, activation="relu"), keras.layers.Dense(1)):
+        y = layer(y)
+    network = Network(x, y)
     network.recorder = recorder
     optimizer = keras.optimizers.Adam(LEARNING_RATE * hvd.size())
     if KERAS3:

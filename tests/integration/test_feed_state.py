@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 
@@ -125,6 +126,21 @@ def test_auto_chooses_the_window_where_the_order_may_differ(make_feeder, capfd):
     said = [line for line in capfd.readouterr().err.splitlines() if "brought back" in line]
     assert len(said) == 1
     assert "the elements that it is ahead: a parallel map with deterministic=False" in said[0]
+
+
+def test_a_state_whose_parts_are_strange_is_replayed(make_feeder, capfd):
+    def dataset_fn():
+        return tf.data.Dataset.range(20).shuffle(20)
+
+    feeder = make_feeder(dataset_fn, name="s", resume="window")
+    iterator = iter(feeder)
+    trained = take(iterator, 5)[:-1]
+    state = feeder.state()
+    feeder.close()
+    restored = make_feeder(dataset_fn, name="s")
+    restored.restore(dataclasses.replace(state, parts={"element": b"4", "iterator": b"", "ahead": b"{}"}))
+    assert sorted(trained + numbers(restored)) == list(range(20))
+    assert "can't be read, the pipeline is replayed" in capfd.readouterr().err
 
 
 def test_what_is_skipped_on_the_way_from_a_snapshot_is_compared(make_feeder):

@@ -192,7 +192,7 @@ demo: $(if $(filter keras2,$(DEMO_ENV)),env-keras2) ## train examples/digits.py 
 RESUME_ENVS := $(filter $(KERAS_ENVS),$(or $(ENV),$(KERAS_ENVS)))
 
 .PHONY: resume-check
-resume-check: $(RESUME_ENVS:%=env-%) ## kill a training again and again: it must end with the same bits (5 minutes for each environment)
+resume-check: $(RESUME_ENVS:%=env-%) ## kill a training again and again: it must end with the same bits (3 to 4 minutes for each environment)
 	@$(if $(RESUME_ENVS),,echo "make resume-check: ENV=$(ENV): expected one of $(KERAS_ENVS)" >&2; exit 1)
 	failed=()
 	for env in $(RESUME_ENVS); do

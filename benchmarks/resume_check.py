@@ -209,7 +209,8 @@ def producer_killed(folder: pathlib.Path, seed: int, kills: int) -> None:
     with killed_at_last(job):
         for number, moment in enumerate(moments):
             early = number > 0 and not early and chance.random() < 0.25
-            delay = chance.uniform(0.0, 4.0) if early else chance.uniform(0.0, 0.3)
+            # A producer takes some 1.5 s to start; then training goes on, at full speed.
+            delay = chance.uniform(0.0, 1.5) if early else chance.uniform(0.0, 0.15)
             if not early:
                 wait_for_step(job, max(moment, last + BUFFERED))
             time.sleep(delay)

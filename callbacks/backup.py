@@ -9,6 +9,7 @@ list does not matter.
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import logging
 import os
@@ -25,6 +26,7 @@ from kerasfeed.callbacks.keras_loop import KerasLoop
 from kerasfeed.collective import broadcast_bytes, connected, gather_bytes, read_by_first
 from kerasfeed.errors import StateError
 from kerasfeed.feeder import DataFeeder, derives_from_feeder
+from kerasfeed.session import Session
 from kerasfeed.state import FeedState
 
 _LOG = logging.getLogger("kerasfeed")
@@ -94,6 +96,8 @@ class BackupAndRestore(keras.callbacks.Callback):
             )
         self._folder = BackupFolder(backup_dir, keep=2 if double_checkpoint else 1)
         self._path = os.path.realpath(backup_dir)
+        for feeder in self.feeders:
+            feeder.session.foresee = functools.partial(_foresee, self._folder, self._path)
         self._save_freq = save_freq
         self._delete = delete_checkpoint
         self._loop: KerasLoop | None = None
@@ -493,6 +497,20 @@ def check_bound(who: str, feeders: Sequence[DataFeeder]) -> None:
             f"{who}: expected a FeedCallback of a feed among {names} in fit's callbacks: without it nobody knows which "
             "elements are trained. Received: none"
         )
+
+
+def _foresee(folder: BackupFolder, path: str, session: Session) -> FeedState | None:
+    """Returns the state of a feed in the newest backup, if this rank can see it; not all of the backup is read."""
+    topology = session.topology()
+    backup = folder.peek() if not connected(topology) or topology.rank == _WRITER else None
+    if backup is None:
+        return None
+    info = json.loads(backup.read("info"))
+    # A backup of a fit that is over is not restored; one of a fit that comes later is, in that one.
+    if info["fit"] < _ended.get(path, 0):
+        return None
+    text = info["feeds"].get(session.name)
+    return FeedState.from_bytes(base64.b64decode(text) if text is not None else backup.read(f"feed-{session.name}"))
 
 
 def states_of_feeds(feeders: Sequence[DataFeeder], again_after: int = 0) -> dict[str, bytes]:

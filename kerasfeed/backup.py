@@ -315,6 +315,13 @@ class BackupFolder:
             check(backup)
         return backup
 
+    def peek(self) -> Backup | None:
+        """Returns the newest backup whose manifest is good, unread, or `None`: for whoever can do without."""
+        for serial in sorted(self._serials(), reverse=True):
+            with contextlib.suppress(StateError):
+                return self._open_backup(serial)
+        return None
+
     def _newest_good(self) -> Backup | None:
         problems = []
         for serial in sorted(self._serials(), reverse=True):

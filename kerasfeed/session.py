@@ -129,6 +129,9 @@ class Session:
         self._snapshot: tuple[Segment | None, Position, dict[int, int]] = (None, Position(0, 0), self.cursor.trained)
         self._peeked: Position | None = None
         self._restored: FeedState | None = None
+        # Asked on the producer's rank before the first start: which state this feed will be restored from, probably.
+        # `fit` wants to know the dataset's structure before a callback can say so, and the producer would start twice.
+        self.foresee: Callable[[Session], FeedState | None] | None = None
         self._elements = tf.data.UNKNOWN_CARDINALITY
         self._said_empty = False
         self._fingerprint = ""
@@ -263,6 +266,10 @@ class Session:
                 return
 
     def _start_producer(self, meeting: rendezvous.Meeting, token: bytes, topology: Topology) -> Supervisor:
+        foreseen = self._foreseen() if self._run == 1 and self._restored is None else None
+        state = foreseen or self._restored
+        if foreseen is not None:
+            self._seed = foreseen.seed
         if self._seed is None:
             self._seed = random.SystemRandom().randrange(2**31)
         if self._supervisor is not None and self.options.port:
@@ -279,8 +286,8 @@ class Session:
                 port=self.options.port,
                 counts=self._supervisor.counts if self._supervisor is not None else [],
                 pass_lengths=self._supervisor.pass_lengths if self._supervisor is not None else {},
-                restored=self._restored_place(),
-                parts=self._restored_parts(),
+                **self._way_to(state),
+                foreseen=foreseen.mark if foreseen is not None else "",
                 **source.for_launch(),
             )
             supervisor = Supervisor(launch, meeting.publish, meeting.publish_failure)
@@ -303,13 +310,12 @@ class Session:
             if self._spec is None:
                 self._spec, self._cardinality = spec, welcome.cardinality
                 self._elements = welcome.elements
-                self._seed = welcome.seed
                 self.cursor.epoch_steps = welcome.cardinality if welcome.cardinality >= 0 else None
             elif spec_lib.encode_spec(self._spec) != welcome.spec:
                 raise ProducerError(
                     f"feed {self.name!r}: dataset_fn now yields {spec}, but the dataset was built for {self._spec}"
                 )
-            self._fingerprint = welcome.fingerprint
+            self._fingerprint, self._seed = welcome.fingerprint, welcome.seed
             if not self._cardinality and welcome.elements > 0 and not self._said_empty:
                 self._said_empty = True
                 _LOG.warning(
@@ -374,7 +380,7 @@ class Session:
             direct: Whether what is pulled is what the user gets: nothing in between pulls ahead.
         """
         try:
-            connection = self.connection()
+            connection = self._own_connection()
         except FeedError as error:
             self.failure = error
             raise
@@ -429,7 +435,7 @@ class Session:
             position: The first step not trained.
             again_after: In how many steps it will be asked for again; 0 if that is not known.
         """
-        connection = self.connection()
+        connection = self._own_connection()
         with self._lock:
             position = self.cursor.settle(self.cursor.acknowledged if position is None else position)
         place = connection.state(position, again_after)
@@ -466,21 +472,30 @@ class Session:
             StateError: The state is another feed's.
         """
         self.check(state)
-        self.close()
+        there = self._restored is None and self._foresaw(state)
+        if not there:
+            self.close()
         with self._lock:
-            size = self.topology().size
-            step = schedule.resumed_step(
-                state.element, state.step, state.elements, size, state.steps_per_epoch, size == state.size
-            )
-            self._segment = Segment(state.epoch, state.pass_, state.element, state.steps_per_epoch, step)
+            self._segment = self._segment_of(state)
             self._seed = state.seed
             self._restored = state
-            # What an earlier producer counted belongs to another stream.
-            self._supervisor = None
+            if not there:
+                # What an earlier producer counted belongs to another stream.
+                self._supervisor = None
             self._statistics.clear()
             self.cursor.restore(self._segment.start)
             self._update()
             return self._segment.start
+
+    def _foresaw(self, state: FeedState) -> bool:
+        """Whether a producer is there, and has foreseen this state."""
+        if not self.running:
+            return False
+        try:
+            # All ranks must come to the same answer: one that has just connected waits.
+            return self.connection().welcome().foreseen == state.mark
+        except FeedError:
+            return False
 
     def check(self, state: FeedState) -> None:
         """Compares a state with this feed; with its pipeline, too, once the producer has built that.
@@ -504,13 +519,47 @@ class Session:
         if self._restored is not None:
             self.check(self._restored)
 
-    def _restored_parts(self) -> dict[str, bytes]:
-        state = self._restored
-        return dict(state.parts) if state is not None and self.options.resume != "replay" else {}
+    def _way_to(self, state: FeedState | None) -> dict[str, Any]:
+        """What a `Launch` says of the state that the feed goes on from."""
+        if state is None:
+            return {}
+        return {
+            "restored": [state.pass_, state.element, state.digest],
+            "parts": dict(state.parts) if self.options.resume != "replay" else {},
+            "segment": dataclasses.asdict(self._segment_of(state)),
+        }
 
-    def _restored_place(self) -> list[Any] | None:
-        state = self._restored
-        return [state.pass_, state.element, state.digest] if state is not None else None
+    def _segment_of(self, state: FeedState) -> Segment:
+        size = self.topology().size
+        step = schedule.resumed_step(
+            state.element, state.step, state.elements, size, state.steps_per_epoch, size == state.size
+        )
+        return Segment(state.epoch, state.pass_, state.element, state.steps_per_epoch, step)
+
+    def _foreseen(self) -> FeedState | None:
+        try:
+            state = self.foresee(self) if self.foresee is not None else None
+            if state is not None:
+                self.check(state)
+        except Exception as error:
+            # Whoever restores it will be told.
+            _LOG.debug("feed %r: the state that is there can't be used: %s", self.name, error)
+            return None
+        return state
+
+    def _own_connection(self) -> Connection:
+        """Returns the connection to a producer that stands where this feed does.
+
+        One that foresaw a state which was not restored starts again: on all ranks, as each finds that out.
+        """
+        connection = self.connection()
+        if connection.welcome().foreseen and self._restored is None:
+            _LOG.info("feed %r: goes on from no backup, the producer starts again", self.name)
+            self.close()
+            with self._lock:
+                self._seed = self.options.seed
+            connection = self.connection()
+        return connection
 
     def check_replay(self) -> None:
         """Has it tried in the background whether the pipeline can be replayed; where that is of use, and once.
@@ -544,7 +593,7 @@ class Session:
             through_epochs: Whether it keeps one iterator.
             epochs: How many epochs it will run at most, or `None` if that is not known.
         """
-        connection = self.connection()
+        connection = self._own_connection()
         with self._lock:
             self._binds += 1
             binds, position = self._binds, self.cursor.acknowledged

@@ -162,6 +162,11 @@ class FeedState:
         shown["parts"] = "{" + ", ".join(f"{name!r}: {len(part)} bytes" for name, part in self.parts.items()) + "}"
         return f"FeedState({', '.join(f'{name}={text}' for name, text in shown.items())})"
 
+    @property
+    def mark(self) -> str:
+        """A name for this state and no other: hex digits."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
     def to_bytes(self) -> bytes:
         """Returns this state as bytes; `FeedState.from_bytes` is the inverse."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -210,6 +210,7 @@ def _serve(
         from kerasfeed.producer.waypoint import Waypoint
         from kerasfeed.producer.window import EpochCount, Window
         from kerasfeed.proto import feed_pb2
+        from kerasfeed.schedule import Segment
 
         keep_generated_code_in(scratch)
         if options.deterministic:
@@ -239,6 +240,7 @@ def _serve(
         prefetch=options.prefetch_steps,
         max_bytes=options.max_buffer_bytes,
         steps_per_epoch=options.steps_per_epoch,
+        segment=Segment(**launch.segment) if launch.segment is not None else None,
         start_timeout=options.start_timeout,
         log=_log,
         complete=lambda: report(complete=True),
@@ -260,6 +262,7 @@ def _serve(
         seed=launch.seed,
         elements=pipeline.cardinality,
         fingerprint=pipeline.fingerprint,
+        foreseen=launch.foreseen,
     )
     restored, before = None, {}
     if launch.restored is not None:

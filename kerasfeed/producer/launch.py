@@ -127,6 +127,8 @@ class Launch:
         restored: Where a restored feed sets out, and the digest of what came before: (pass, element, digest).
         left: Ranks that have left, with the steps they trained, by epoch.
         parts: The parts of the `FeedState` that a restored feed goes on from, by name.
+        segment: The fields of the `Segment` that a restored feed begins with.
+        foreseen: `FeedState.mark` of that state, if no rank has restored it yet.
     """
 
     options: dict[str, Any]
@@ -152,6 +154,8 @@ class Launch:
     restored: list[Any] | None = None
     left: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
     parts: dict[str, bytes] = dataclasses.field(default_factory=dict)
+    segment: dict[str, Any] | None = None
+    foreseen: str = ""
 
     def write_to(self, pipe: IO[bytes]) -> None:
         """Writes this to the child's standard input, an unbuffered pipe."""

@@ -160,6 +160,7 @@ class Window:
         prefetch: Steps to keep ready ahead of the rank that is furthest.
         max_bytes: Most bytes to hold; room for two steps is made all the same.
         steps_per_epoch: Steps of each epoch, or `None`: an epoch is a pass over the dataset.
+        segment: Where the stream begins. Default `None`: with the first element of all.
         start_timeout: Seconds to wait for all ranks to come, from the first one on.
         rank_timeout: Seconds after which a rank whose connection broke counts as gone.
         cut_grace: Seconds that a rank may want a step of an epoch which another rank has left for a later one.
@@ -182,6 +183,7 @@ class Window:
         prefetch: int,
         max_bytes: int,
         steps_per_epoch: int | None = None,
+        segment: Segment | None = None,
         start_timeout: float = 600.0,
         rank_timeout: float = 60.0,
         cut_grace: float = 10.0,
@@ -200,7 +202,7 @@ class Window:
         self._prefetch = prefetch
         self._max_bytes = max_bytes
         self._own_steps = steps_per_epoch
-        self._segment = Segment(steps_per_epoch=steps_per_epoch)
+        self._segment = segment or Segment(steps_per_epoch=steps_per_epoch)
         self._start_timeout = start_timeout
         self._rank_timeout = rank_timeout
         self._cut_grace = cut_grace

@@ -150,20 +150,22 @@ class Challenge(_message.Message):
     def __init__(self, nonce: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("spec", "cardinality", "seed", "segment", "elements", "fingerprint")
+    __slots__ = ("spec", "cardinality", "seed", "segment", "elements", "fingerprint", "foreseen")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     CARDINALITY_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
     ELEMENTS_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    FORESEEN_FIELD_NUMBER: _ClassVar[int]
     spec: bytes
     cardinality: int
     seed: int
     segment: Segment
     elements: int
     fingerprint: str
-    def __init__(self, spec: _Optional[bytes] = ..., cardinality: _Optional[int] = ..., seed: _Optional[int] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., elements: _Optional[int] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+    foreseen: str
+    def __init__(self, spec: _Optional[bytes] = ..., cardinality: _Optional[int] = ..., seed: _Optional[int] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., elements: _Optional[int] = ..., fingerprint: _Optional[str] = ..., foreseen: _Optional[str] = ...) -> None: ...
 
 class State(_message.Message):
     __slots__ = ("position", "element", "digest", "way", "parts", "offset", "data")

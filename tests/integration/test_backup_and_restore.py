@@ -393,6 +393,46 @@ def test_backup_that_stays_holds_the_end_of_training(folder, caplog):
 # ---- Backups that must not be used ----
 
 
+def noting(path: pathlib.Path) -> Callable[[], tf.data.Dataset]:
+    """Returns the `dataset_fn` of `shuffled` that adds a byte to a file whenever it is called."""
+    name, inner = str(path), shuffled()
+
+    def dataset_fn() -> tf.data.Dataset:
+        with open(name, "a") as file:
+            file.write(".")
+        return inner()
+
+    return dataset_fn
+
+
+def test_a_producer_stands_at_the_backup_before_anybody_has_restored_it(folder, make_feeder, tmp_path):
+    """Keras asks for the dataset's structure before callbacks run: the pipeline would be built, and started, twice."""
+
+    def built():
+        return len((tmp_path / "built").read_text()) if (tmp_path / "built").exists() else 0
+
+    job = Job(folder, noting(tmp_path / "built"), save_freq=4)
+    # Built anew for each pass, as it draws random numbers.
+    whole, before = job.start(kills=(14,)), built()
+    assert before == 3
+    copy = shutil.copytree(left_by_kill(folder, 14), tmp_path / "copy")
+    run = job.start(left_by_kill(folder, 14))
+    assert run.ids == whole.ids[12:]
+    check_same_end(run, whole)
+    assert built() - before == 3  # to look at it, for the pass that is gone on with, and for the last one
+
+    # Who reads before it is restored reads from the beginning, and who restores then goes on where the backup stood.
+    feeder = make_feeder(shuffled(), deterministic=True)
+    backup = BackupAndRestore(feeder, copy, 4)
+    backup.set_model(compiled(Network()))
+    assert feeder.element_spec[0].shape == (2, 3)
+    assert feeder.session._connection.welcome().foreseen
+    assert sorted(int(x[0, 0]) for x, _ in feeder) == list(range(COUNT))
+    assert not feeder.session._connection.welcome().foreseen
+    backup.begin(backup.model)
+    assert [int(x[0, 0]) for x, _ in feeder] == whole.ids[12:20]
+
+
 def test_what_does_not_fit_is_told_and_the_backup_stays(folder, make_feeder):
     """Another model's, feed's or pipeline's, a damaged one, a folder of another job or that can't be written to."""
     feeder = make_feeder(shuffled(), seed=1)

@@ -57,6 +57,7 @@ MESSAGES = {
         "segment": SEGMENT,
         "elements": -1,
         "fingerprint": "ab12",
+        "foreseen": "cd34",
     },
     "Component": {"shape": [0, 2**33, 3], "offset": 64, "length": 12},
     "Chunk": {

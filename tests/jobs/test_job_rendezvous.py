@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from horovod_job import Job
 
-pytestmark = pytest.mark.horovod
+pytestmark = [pytest.mark.horovod, pytest.mark.once]
 
 RANKS = 2
 ELEMENTS = [list(range(rank, 10, RANKS)) for rank in range(RANKS)]
@@ -69,7 +69,6 @@ def waiting(start_job: Callable[..., Job]) -> Job:
     return start_job("waiting.py", RANKS).succeed()
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("check", "waits_for"),
     [

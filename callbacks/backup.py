@@ -506,8 +506,8 @@ def _foresee(folder: BackupFolder, path: str, session: Session) -> FeedState | N
     if backup is None:
         return None
     info = json.loads(backup.read("info"))
-    # A backup of a fit that is over is not restored; one of a fit that comes later is, in that one.
-    if info["fit"] < _ended.get(path, 0):
+    if info["fit"] != _ended.get(path, 0):
+        # It is of another fit than the one that begins.
         return None
     text = info["feeds"].get(session.name)
     return FeedState.from_bytes(base64.b64decode(text) if text is not None else backup.read(f"feed-{session.name}"))

@@ -147,6 +147,7 @@ test: $(TEST_ENVS:%=env-%) ## all tests in all environments, then lint; runs on 
 	trap 'kill "$${jobs[@]}" 2>/dev/null || true' EXIT
 	# Side by side: much of a run is waiting for processes to start. The first one's output is shown as it comes.
 	for env in $(TEST_ENVS); do
+	  : >".build/pytest-$$env.log"  # the reader below must not see the last run's
 	  options=()
 	  # No project settings, no conftest.py from above: those are for environments with TensorFlow and the plug-ins.
 	  if [ "$$env" = protobuf7 ]; then

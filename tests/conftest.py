@@ -10,11 +10,17 @@ import pytest
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Runs what is the same everywhere in one environment; by name it runs in any."""
-    if metadata.version("keras").startswith("3") or config.args != config.getini("testpaths"):
+    if config.args != config.getini("testpaths"):
         return
-    elsewhere = [item for item in items if item.get_closest_marker("once")]
+    here = "keras3" if metadata.version("keras").startswith("3") else "keras2"
+    elsewhere = [item for item in items if _environment(item) not in ("", here)]
     items[:] = [item for item in items if item not in set(elsewhere)]
     config.hook.pytest_deselected(items=elsewhere)
+
+
+def _environment(item: pytest.Item) -> str:
+    mark = item.get_closest_marker("once")
+    return "" if mark is None else mark.args[0] if mark.args else "keras3"
 
 
 def pytest_collection_finish() -> None:

@@ -321,7 +321,7 @@ def test_a_killed_producer_loses_nothing_in_fit(make_feeder, model):
     assert [(s.elements, s.steps, s.trained) for s in feeder.statistics()] == [(8, 8, {0: 8})] * 3
 
 
-@pytest.mark.once
+@pytest.mark.once("keras2")
 def test_a_producer_that_dies_three_times_at_the_same_place_is_given_up(make_feeder):
     def dataset_fn():
         def die(i):

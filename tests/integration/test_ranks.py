@@ -226,7 +226,7 @@ def test_ranks_that_all_break_off_near_an_epochs_end_go_on_together(make_ranks, 
         assert outcome.result() == [list(range(rank, 10, 2))[:stop]] * 3
 
 
-@pytest.mark.once
+@pytest.mark.once("keras2")
 def test_a_rank_that_peeks_alone_gets_an_error_that_names_both(make_ranks):
     feeders = make_ranks(2, lambda: tf.data.Dataset.range(40), prefetch=2)
 
@@ -340,7 +340,7 @@ def test_a_rank_that_leaves_early_does_not_hold_up_the_others(make_ranks):
     wait_until(lambda: feeders[0].session.producer_pid is None, what="the producer to end when all have left")
 
 
-@pytest.mark.once
+@pytest.mark.once("keras2")
 def test_a_rank_whose_leave_was_lost_with_the_producer_tells_the_next_one(make_ranks):
     feeders = make_ranks(2, lambda: tf.data.Dataset.range(60))
 

@@ -89,7 +89,7 @@ def test_producer_rank_that_never_uses_the_feed_is_named(failures: Job) -> None:
     assert report["seconds"] < SECONDS
 
 
-@pytest.mark.once
+@pytest.mark.once("keras2")
 def test_producer_that_is_killed_three_times_loses_nothing(deaths: Job) -> None:
     reports = deaths.by_rank("killed producer", RANKS)
     assert [report["kills"] for report in reports] == [3, 0]
@@ -98,7 +98,7 @@ def test_producer_that_is_killed_three_times_loses_nothing(deaths: Job) -> None:
     assert deaths.output.count("the producer of feed 'killed' died") == 3
 
 
-@pytest.mark.once
+@pytest.mark.once("keras2")
 def test_producer_that_keeps_dying_is_given_up_on_every_rank(deaths: Job) -> None:
     for report in told_to_all(deaths, "dying producer"):
         assert "died 3 times" in report["message"]
@@ -116,7 +116,7 @@ def test_error_in_fit_is_the_feeds_own_and_cleans_up(failures: Job) -> None:
     assert "kerasfeed.errors.ProducerError: feed 'fit'" in failures.output
 
 
-@pytest.mark.once
+@pytest.mark.once("keras2")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_nothing_is_left_when_a_rank_is_killed(start_job: Callable[..., Job], victim: int) -> None:
     job = start_job("endless.py", RANKS)
@@ -126,7 +126,7 @@ def test_nothing_is_left_when_a_rank_is_killed(start_job: Callable[..., Job], vi
     job.fail(seconds=30)
 
 
-@pytest.mark.once
+@pytest.mark.once("keras2")
 def test_interrupt_ends_all(start_job: Callable[..., Job]) -> None:
     job = start_job("endless.py", RANKS)
     job.wait_for("running", RANKS)

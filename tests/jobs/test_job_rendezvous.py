@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from horovod_job import Job
 
-pytestmark = [pytest.mark.horovod, pytest.mark.once]
+pytestmark = [pytest.mark.horovod, pytest.mark.once("keras2")]
 
 RANKS = 2
 ELEMENTS = [list(range(rank, 10, RANKS)) for rank in range(RANKS)]

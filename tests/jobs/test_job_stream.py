@@ -10,7 +10,7 @@ from horovod_job import Job
 pytestmark = pytest.mark.horovod
 
 ELEMENTS = 23
-RANKS = (pytest.param(1, marks=pytest.mark.once), 2, pytest.param(3, marks=pytest.mark.once))
+RANKS = (pytest.param(1, marks=pytest.mark.once("keras2")), 2, pytest.param(3, marks=pytest.mark.once("keras2")))
 
 
 class Streams:
@@ -78,7 +78,7 @@ def test_shuffled_elements_come_in_the_producers_order(streams: Streams, ranks: 
     assert orders[0] != orders[1]
 
 
-@pytest.mark.once
+@pytest.mark.once("keras2")
 def test_order_does_not_depend_on_the_number_of_ranks(streams: Streams) -> None:
     for epoch in range(2):
         orders = [

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from horovod_job import BIN, SCRIPTS, Job
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.once("keras2")
 
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 TOKEN = "what both of the hosts know"

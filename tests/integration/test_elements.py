@@ -103,7 +103,7 @@ def test_a_structure_that_cannot_travel_is_named(make_feeder):
 
 
 @pytest.mark.slow
-@pytest.mark.once("keras2")
+@pytest.mark.once
 def test_an_element_of_300_megabytes_arrives_whole_and_its_memory_is_given_back(make_feeder):
     size = 300 * _MIB
 

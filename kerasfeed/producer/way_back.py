@@ -138,8 +138,10 @@ class WayBack:
                 self._log_once(f"the state of this feed is brought back by replay: {reason}")
                 if final:
                     self._give_up(reason)
-            self._answer, self._answered = waypoint, True
-            self._changed.notify_all()
+            # Whoever asked may have given up meanwhile, and another rank may ask for another place.
+            if self._waiting is position:
+                self._answer, self._answered = waypoint, True
+                self._changed.notify_all()
 
     def due(self, place: Place) -> bool:
         """Whether the iterator, which stands at `place`, is to be saved."""

@@ -241,6 +241,27 @@ def test_nobody_waits_for_a_pump_that_has_ended_or_for_a_rank_that_is_gone():
     assert way_back.find((0, 4), Position(0, 4), way_back.close, lambda: False) is None
 
 
+def test_an_answer_that_comes_too_late_is_not_given_to_the_rank_that_asks_next():
+    way_back, _, _ = make(resume="window")
+    gone, came_next = threading.Event(), threading.Event()
+
+    def slow_for_the_first(position):
+        if position.step == 4:
+            gone.set()
+            assert came_next.wait(10)
+        return ahead(position)
+
+    with Pumping(way_back, slow_for_the_first) as pumping, futures.ThreadPoolExecutor(1) as ranks:
+        first = ranks.submit(way_back.find, (0, 4), Position(0, 4), pumping.wake, gone.is_set)
+        assert first.result(10) is None
+
+        def wake():
+            came_next.set()
+            pumping.wake()
+
+        assert way_back.find((1, 6), Position(1, 6), wake, lambda: False) == ahead(Position(1, 6))
+
+
 # ---- The pipeline ----
 
 SAVABLE = {

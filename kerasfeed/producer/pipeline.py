@@ -16,7 +16,7 @@ import os
 import pathlib
 import random
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -276,8 +276,33 @@ class Pipeline:
             return ""
         return "; ".join(read_graph(graph, self._traits, self._claimed, deterministic).obstacles)
 
+    def waypoint(
+        self, place: Place, kept: Iterable[spec_lib.EncodedElement] = (), lengths: Mapping[int, int] | None = None
+    ) -> Waypoint:
+        """Returns what it takes to go on at `place`, in this process or another.
+
+        What an earlier waypoint has brought, and what has not come out yet, is part of it: the iterator is behind that.
+
+        Args:
+            place: Where it goes on: where this stands, or before.
+            kept: The elements from there to where this stands.
+            lengths: Elements of the passes that ended in between.
+
+        Raises:
+            tf.errors.OpError, RuntimeError: The iterator can't be saved.
+        """
+        stop, elements, ended = self.standing, list(kept), dict(lengths or {})
+        for item in self._ahead:
+            if isinstance(item, EndOfPass):
+                ended[item.pass_] = item.elements
+                stop = (item.pass_ + 1, 0)
+            else:
+                elements.append(item)
+                stop = (stop[0], stop[1] + 1)
+        return Waypoint(place, stop, self.save(), tuple(elements), ended)
+
     def save(self) -> bytes:
-        """Returns the iterator; nothing where a pass begins and it is not made yet.
+        """Returns the iterator as it stands, beyond all that is kept; nothing where a pass begins and it is not made.
 
         Raises:
             tf.errors.OpError: A part of it can't be saved.

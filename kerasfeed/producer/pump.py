@@ -35,17 +35,13 @@ def run(window: Window, pipeline: Pipeline, verifier: Verifier, way_back: WayBac
                 continue
             _do(work, window, pipeline, verifier, progress)
             if way_back.due(pipeline.standing):
-                way_back.take(pipeline.standing, functools.partial(_waypoint_here, pipeline))
+                way_back.take(pipeline.standing, functools.partial(pipeline.waypoint, pipeline.standing))
     except BaseException:
         # Without its pump a window would let all ranks wait for ever.
         window.abandon(f"the producer is broken:\n{traceback.format_exc()}")
         raise
     finally:
         way_back.close()
-
-
-def _waypoint_here(pipeline: Pipeline) -> Waypoint:
-    return Waypoint(pipeline.standing, pipeline.standing, pipeline.save())
 
 
 def waypoint_at(window: Window, pipeline: Pipeline, position: Position) -> Waypoint | None:
@@ -66,7 +62,7 @@ def waypoint_at(window: Window, pipeline: Pipeline, position: Position) -> Waypo
             at, left = (at[0], at[1] + 1), left - 1
         else:
             return None
-    return Waypoint(place, stop, pipeline.save(), tuple(kept), lengths) if at == stop and not left else None
+    return pipeline.waypoint(place, kept, lengths) if at == stop and not left else None
 
 
 def _do(work: Seek | Produce, window: Window, pipeline: Pipeline, verifier: Verifier, progress: Progress) -> None:

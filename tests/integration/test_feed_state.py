@@ -8,7 +8,7 @@ import signal
 
 import pytest
 import tensorflow as tf
-from helpers import by_value, collect, numbers
+from helpers import by_value, collect, numbers, wait_until
 
 import kerasfeed
 
@@ -107,6 +107,38 @@ def test_what_was_produced_too_early_comes_again_as_it_was(make_feeder):
     rest = [value.numpy().tolist() for value in restored]
     assert [int(number) for number, _ in rest] == list(range(10, 30))
     assert rest[1:3] == after
+
+
+@pytest.mark.parametrize("again_after", [0, 2])
+def test_a_feed_that_is_left_soon_after_it_was_restored_loses_nothing(make_feeder, again_after):
+    def dataset_fn():
+        return tf.data.Dataset.range(200).map(lambda i: tf.stack([tf.cast(i, tf.float64), tf.timestamp()]))
+
+    def begin(prefetch, state=None):
+        feeder = make_feeder(dataset_fn, name="s", resume="window", prefetch=prefetch)
+        if state is not None:
+            feeder.restore(state)
+        return feeder, iter(feeder)
+
+    def leave(feeder, iterator):
+        feeder.state(again_after=again_after)
+        trained.extend(int(next(iterator)[0]) for _ in range(3))
+        state = through_bytes(feeder.state(again_after=again_after))
+        # Of the last one nobody knows yet whether it was trained.
+        trained.pop()
+        feeder.close()
+        return state
+
+    trained = []
+    feeder, iterator = begin(prefetch=20)
+    trained.append(int(next(iterator)[0]))
+    wait_until(lambda: feeder.statistics()[0].elements >= 20)
+    state = leave(feeder, iterator)
+    # What is ahead is more than comes out before the next state is asked for.
+    for _ in range(2):
+        state = leave(*begin(2, state))
+    _, rest = begin(2, state)
+    assert trained + [int(value[0]) for value in rest] == list(range(200))
 
 
 def test_auto_chooses_the_window_where_the_order_may_differ(make_feeder, capfd):

@@ -363,3 +363,34 @@ def test_what_is_kept_comes_out_before_the_iterator_goes_on(name, place, stop, t
     assert rest_of_pass(restored) == expected[stop[0]][stop[1] :]
     restored.seek(*place, False, lambda *end: None)
     assert rest_of_pass(restored) == expected[place[0]][place[1] :]
+
+
+@pytest.mark.parametrize("name", SAVABLE)
+@pytest.mark.parametrize(("place", "stop"), [((0, 4), (0, 9)), ((0, 25), (1, 3)), ((1, 24), (2, 0))])
+@pytest.mark.parametrize("come_out", [0, 1, 2, 3])
+def test_what_is_kept_and_has_not_come_out_yet_is_part_of_what_is_saved_next(name, place, stop, come_out):
+    undisturbed = make_pipeline(SAVABLE[name])
+    expected = [rest_of_pass(undisturbed) for _ in range(4)]
+    saved, kept, lengths = make_pipeline(SAVABLE[name]), [], {}
+    saved.seek(*place, False, lambda *end: None)
+    while saved.standing < stop:
+        try:
+            kept.append(saved.next())
+        except EndOfPass as end:
+            lengths[end.pass_] = end.elements
+    restored = make_pipeline(SAVABLE[name])
+    restored.offer(saved.waypoint(place, kept, lengths))
+    restored.seek(*place, False, lambda *end: None)
+    for _ in range(come_out):
+        try:
+            restored.next()
+        except EndOfPass:
+            break
+    now = restored.standing
+    again = make_pipeline(SAVABLE[name])
+    again.offer(Waypoint.from_parts(now[0], restored.waypoint(now).to_parts()))
+    again.seek(*now, False, lambda *end: None)
+    assert again.standing == now
+    assert rest_of_pass(again) == expected[now[0]][now[1] :]
+    for later in range(now[0] + 1, 4):
+        assert rest_of_pass(again) == expected[later]

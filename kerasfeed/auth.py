@@ -41,7 +41,10 @@ def new_nonce() -> bytes:
 
 
 def prove(token: bytes, role: str, feed: str, rank: int, rank_nonce: bytes, producer_nonce: bytes) -> bytes:
-    """Returns the proof that `role` ("rank" or "producer") knows the token, for this one conversation.
+    """Returns the proof that `role` knows the token, for this one conversation.
+
+    Roles are "rank" and "producer", and on the data socket that belongs to the conversation "rank data" and "producer
+    data".
 
     HMAC-SHA256 (RFC 2104) over role, feed, rank and both nonces, so that a proof serves neither the other role nor
     another conversation.
@@ -49,6 +52,13 @@ def prove(token: bytes, role: str, feed: str, rank: int, rank_nonce: bytes, prod
     fields = (role.encode(), feed.encode(), str(rank).encode(), rank_nonce, producer_nonce)
     message = b"".join(len(field).to_bytes(4, "big") + field for field in fields)
     return hmac.new(token, message, hashlib.sha256).digest()
+
+
+def data_proofs(token: bytes, feed: str, rank: int, nonces: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
+    """Returns what a rank and the producer say on the data socket of the conversation with these nonces."""
+    rank_nonce, producer_nonce = nonces
+    rank_proof = prove(token, "rank data", feed, rank, rank_nonce, producer_nonce)
+    return rank_proof, prove(token, "producer data", feed, rank, rank_nonce, producer_nonce)
 
 
 def job_mark(token: bytes) -> str:

@@ -51,7 +51,8 @@ class Cursor:
         self.trained: dict[int, int] = {}
         self._start = Position(0, 0)
         self._resumes = False
-        self._tickets = 0
+        # How many iterators there were; some of them only to make others void.
+        self.tickets = 0
         self._untrained: collections.deque[Position] = collections.deque()
 
     def steps_in(self, epoch: int) -> int | None:
@@ -60,7 +61,7 @@ class Cursor:
 
     def open(self) -> Ticket:
         """An iterator pulls for the first time."""
-        self._tickets += 1
+        self.tickets += 1
         left = None
         start = self.next_start
         if not self.bound:
@@ -70,7 +71,7 @@ class Cursor:
             self._untrained = collections.deque(p for p in self._untrained if p < start)
         self.pulled = start
         self._resumes = False
-        return Ticket(self._tickets, start, self.bound and self.through_epochs, left)
+        return Ticket(self.tickets, start, self.bound and self.through_epochs, left)
 
     def settle(self, position: Position) -> Position:
         """Returns the place behind the last step of an epoch as the first of the next one; others as they are."""
@@ -88,7 +89,7 @@ class Cursor:
 
     def check(self, ticket: Ticket) -> None:
         """Raises `FeedClosedError` if another iterator has pulled since."""
-        if ticket.number != self._tickets:
+        if ticket.number != self.tickets:
             raise FeedClosedError(
                 f"feed {self._feed!r}: an iterator that started at {ticket.start} pulls again, after another one took "
                 "its place. A feed can't be iterated twice at the same time; cache() it, or build a second feeder"
@@ -103,6 +104,20 @@ class Cursor:
         self.pulled = Position(position.epoch, position.step + 1)
         if not ticket.through_epochs and self.pulled.step == self.steps_in(position.epoch):
             self._complete(position.epoch)
+
+    def note_steps(self, ticket: Ticket, first: Position, count: int) -> None:
+        """The iterator got `count` steps from `first` on, all of one epoch."""
+        self.check(ticket)
+        if not count:
+            return
+        if not self.bound and count > 1:
+            # All but the last one are trained by now.
+            self._train_all(first)
+            self.trained[first.epoch] = self.trained.get(first.epoch, 0) + count - 1
+            first = Position(first.epoch, first.step + count - 1)
+            count = 1
+        for step in range(first.step, first.step + count):
+            self.note_step(ticket, Position(first.epoch, step))
 
     def note_end(self, ticket: Ticket, epoch: int) -> None:
         """The iterator was told that `epoch` is over."""
@@ -139,7 +154,7 @@ class Cursor:
 
     def restore(self, position: Position) -> None:
         """The feed goes on at `position`, inside an epoch too: that is where the next iterator starts."""
-        self._tickets += 1
+        self.tickets += 1
         self._untrained.clear()
         self.trained.clear()
         self.acknowledged = self.pulled = self._start = position
@@ -147,7 +162,7 @@ class Cursor:
 
     def bind(self, position: Position, through_epochs: bool) -> None:
         """A `fit` begins at `position`. Iterators that are left from before have no say any more."""
-        self._tickets += 1
+        self.tickets += 1
         self.bound, self.through_epochs = True, through_epochs
         self._untrained.clear()
         self.acknowledged = max(self.acknowledged, position)
@@ -165,7 +180,7 @@ class Cursor:
 
     def unbind(self) -> None:
         """The `fit` is over: what was pulled and not trained is forgotten, and so are iterators that still pull."""
-        self._tickets += 1
+        self.tickets += 1
         self.bound = self.through_epochs = False
         self._untrained.clear()
         self.pulled = self.acknowledged

@@ -62,7 +62,8 @@ class DataFeeder(tf.data.Dataset):
         deterministic: Whether the producer runs with `tf.config.experimental.enable_op_determinism()`, which a parallel
             `map` with random ops needs to repeat its results. Default `False`.
         prefetch: Steps that the producer keeps ready beyond those it has sent, at least 2 whatever is given; each rank
-            holds up to as many that it has not pulled yet. Default 8, unless a `FeedCallback` says otherwise.
+            holds up to as many that it has not pulled yet. Of small elements there may be 128 KiB more, but no more
+            than `max_buffer_bytes`. Default 8, unless a `FeedCallback` says otherwise.
         max_buffer_bytes: Most bytes of produced elements that the producer holds. Room for two steps is made all the
             same, with a warning. Default 1 GiB.
         verify: How an element that is produced again, after a death or a restore, is held to what it was.
@@ -80,10 +81,13 @@ class DataFeeder(tf.data.Dataset):
             snapshot else. Whatever is chosen, pipelines whose iterator can't be saved (Python code), is too large or
             does not hold all that they depend on are replayed. The producer logs what was chosen, and why.
         max_state_bytes: Most bytes of a saved iterator, with its elements, in the feed's state. Default 64 MiB.
-        transport: How elements travel. `"auto"` or `"grpc"`, which are the same so far.
+        transport: How elements travel to this rank. `"shm"`: through shared memory, without a copy, if the producer is
+            on the same host. `"tcp"`: over a TCP connection of their own. `"grpc"`: through Python, which is slower.
+            `"auto"`, the default: the first of these that works; the log says which. The first two need the native
+            engine on both sides.
         topology: The place of this process among the ranks. Default `None`: from Horovod if it is initialised when the
             feeder is first used, else one process.
-        port: Port on which the producer listens. Default 0: a free one.
+        port: Port on which the producer listens; TCP for elements has the next one. Default 0: free ones.
         start_timeout: Seconds to wait for ranks that have not come yet. Default 600.
 
     Raises:
@@ -183,10 +187,16 @@ class DataFeeder(tf.data.Dataset):
         return self._inner
 
     def _build(self, direct: bool) -> tf.data.Dataset:
-        elements, session = self.session.connection().elements(), self.session
+        connection, session = self.session.connection(), self.session
+        elements = connection.elements()
         # The dataset belongs to no graph, whoever asks for it first.
         with tf.init_scope():
-            inner = tf.data.Dataset.from_generator(lambda: _Pulls(session, direct), output_signature=elements.signature)
+            if connection.stream is not None:
+                inner = session.native_dataset(elements.signature, direct)
+            else:
+                inner = tf.data.Dataset.from_generator(
+                    lambda: _Pulls(session, direct), output_signature=elements.signature
+                )
             if elements.rebuild is not None:
                 inner = inner.map(elements.rebuild)
             return inner.with_options(_source_options())

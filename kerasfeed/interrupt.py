@@ -13,13 +13,21 @@ import sys
 import threading
 import types
 import weakref
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kerasfeed.native.feed import Feed
 
 _lock = threading.Lock()
 _count = 0
 _waiting: weakref.WeakSet[threading.Condition] = weakref.WeakSet()
+_feeds: weakref.WeakSet[Feed] = weakref.WeakSet()
 _installed_in: int | None = None
 # Where TensorFlow's C++ finds the exceptions that it raises.
 _EXCEPTION_FILES = ("tensorflow/python/eager/core.py", "tensorflow/python/framework/errors_impl.py")
+
+# Where C++ calls Python.
+_CALLBACK_FILE = "kerasfeed/native/feed.py"
 
 
 def count() -> int:
@@ -31,6 +39,12 @@ def register(condition: threading.Condition) -> None:
     """This condition is notified at Ctrl-C, for as long as it lives."""
     with _lock:
         _waiting.add(condition)
+
+
+def register_feed(feed: Feed) -> None:
+    """Who waits in this feed, in C++, is told of Ctrl-C, for as long as it lives."""
+    with _lock:
+        _feeds.add(feed)
 
 
 def install() -> None:
@@ -65,14 +79,26 @@ def _handle(number: int, frame: types.FrameType | None) -> None:
     The main thread is then in that exception's `__init__`, called from C++ that turns another exception raised there
     into a RuntimeError which says nothing of Ctrl-C. So it is raised in the function that called the C++, at the moment
     when the exception arrives there: a trace function is told of it, and may raise another in its place.
+
+    The same where the main thread is in what a native dataset asks Python: nothing can be raised through C++.
     """
-    caller = frame
+    caller = _beyond_callbacks(frame)
     while caller is not None and caller.f_code.co_filename.endswith(_EXCEPTION_FILES):
         caller = caller.f_back
     if caller is frame or caller is None or sys.gettrace() is not None:
         raise KeyboardInterrupt
     caller.f_trace = _raise_in_caller
     sys.settrace(lambda frame, event, argument: None)
+
+
+def _beyond_callbacks(frame: types.FrameType | None) -> types.FrameType | None:
+    """Returns the frame that called the C++ that called back into Python; `frame` itself if nothing did."""
+    beyond = each = frame
+    while each is not None:
+        if each.f_code.co_filename.endswith(_CALLBACK_FILE):
+            beyond = each.f_back
+        each = each.f_back
+    return beyond
 
 
 def _raise_in_caller(frame: types.FrameType, event: str, argument: object) -> None:
@@ -92,7 +118,9 @@ def notify() -> None:
     global _count
     with _lock:
         _count += 1
-        waiting = list(_waiting)
+        waiting, feeds = list(_waiting), list(_feeds)
     for condition in waiting:
         with condition:
             condition.notify_all()
+    for feed in feeds:
+        feed.interrupt()

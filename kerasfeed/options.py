@@ -11,10 +11,12 @@ from kerasfeed import schedule
 DEFAULT_PRODUCER = 0
 DEFAULT_PREFETCH = 8
 DEFAULT_MAX_BUFFER_BYTES = 1 << 30
-TRANSPORTS = ("auto", "grpc")
+TRANSPORTS = ("auto", "shm", "tcp", "grpc")
 VERIFY = ("blocks", "full", "warn")
 RESUME = ("auto", "snapshot", "window", "replay")
 DEFAULT_MAX_STATE_BYTES = 64 << 20
+# Waking a process for each small element would cost more than all else that is done for it.
+SMALL_BYTES = 128 << 10
 MAX_SEED = 2**31 - 1
 
 
@@ -96,6 +98,11 @@ class FeedOptions:
     def prefetch_steps(self) -> int:
         """Steps to keep ready ahead of the ranks; at least two, so that one is made while one is taken."""
         return max(2, DEFAULT_PREFETCH if self.prefetch is None else self.prefetch)
+
+    @property
+    def free_bytes(self) -> int:
+        """How much of small elements may be ready, and sent ahead, beyond `prefetch` steps, with the native engine."""
+        return min(SMALL_BYTES, self.max_buffer_bytes)
 
     def agreed(self) -> dict[str, Any]:
         """The options that all ranks must have given alike, by name."""

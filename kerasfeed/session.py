@@ -18,7 +18,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import tensorflow as tf
 
@@ -29,20 +29,24 @@ from kerasfeed.errors import FeedClosedError, FeedError, ProducerError
 from kerasfeed.options import FeedOptions
 from kerasfeed.producer.launch import Launch
 from kerasfeed.producer.supervisor import Supervisor, end_all_producers
-from kerasfeed.producer.window import NO_LAST_EPOCH
+from kerasfeed.producer.window import NO_LAST_EPOCH, FailureKind
 from kerasfeed.proto import feed_pb2
 from kerasfeed.schedule import Position, Segment
 from kerasfeed.state import FeedState
 from kerasfeed.topology import Topology
-from kerasfeed.transport.grpc_stream import Connection, End, Identity, Step
+from kerasfeed.transport.data_socket import DataStream
+from kerasfeed.transport.grpc_stream import Connection, Identity, Wait
+from kerasfeed.transport.items import End, Step
 
 if TYPE_CHECKING:
+    from kerasfeed.native.feed import Feed
     from kerasfeed.quiet_check import QuietCheck
 
 _LOG = logging.getLogger("kerasfeed")
 _STATUS_SECONDS = 5.0
 _MAX_CREDIT_STEPS = 16
 _PORT_SECONDS = 10.0
+_SETTLE_SECONDS = 1.0
 
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 _ordinals: dict[str, int] = {}
@@ -68,6 +72,23 @@ class EpochStatistics:
     dropped: int
     complete: bool
     trained: dict[int, int]
+
+
+@dataclasses.dataclass
+class _Reading:
+    """What an iterator over a data socket reads, and how much of it the cursor has been told.
+
+    Attributes:
+        ticket: The iterator's.
+        read: The number of its read.
+        next: The first step that the cursor has not been told of.
+        steps: How many steps it was told of.
+    """
+
+    ticket: Ticket
+    read: int
+    next: Position
+    steps: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,9 +146,16 @@ class Session:
         self._binds = 0
         self._last_epoch = NO_LAST_EPOCH
         self._segment: Segment | None = None
-        self.cursor = Cursor(options.name)
-        self._snapshot: tuple[Segment | None, Position, dict[int, int]] = (None, Position(0, 0), self.cursor.trained)
+        self._cursor = Cursor(options.name)
+        self._snapshot: tuple[Segment | None, Position, dict[int, int]] = (None, Position(0, 0), self._cursor.trained)
         self._peeked: Position | None = None
+        self._peeked_read = 0
+        # Whether steps come over data sockets: settled by the first connection, as the dataset is built for it.
+        self._by_socket: bool | None = None
+        self._feed: Feed | None = None
+        self._ops: Any = None
+        self._reading: _Reading | None = None
+        self._read_wait: tuple[float, Wait] | None = None
         self._restored: FeedState | None = None
         # Asked on the producer's rank before the first start: which state this feed will be restored from, probably.
         # `fit` wants to know the dataset's structure before a callback can say so, and the producer would start twice.
@@ -147,6 +175,13 @@ class Session:
         return self.options.name
 
     @property
+    def cursor(self) -> Cursor:
+        """Where this rank's iterators start, and what they have pulled by now."""
+        with self._lock:
+            self._settle_pulls()
+            return self._cursor
+
+    @property
     def started(self) -> bool:
         """Whether the feed was ever started: settings that come later are too late."""
         return self._run > 0
@@ -155,6 +190,12 @@ class Session:
     def running(self) -> bool:
         """Whether the feed is connected, or about to be."""
         return self._connection is not None
+
+    @property
+    def way(self) -> str:
+        """How this rank's steps come, in words: "shared memory", "TCP" or "gRPC"; empty while the feed does not run."""
+        connection = self._connection
+        return connection.way if connection is not None and connection.ready else ""
 
     @property
     def producer_pid(self) -> int | None:
@@ -244,6 +285,7 @@ class Session:
                 token=token,
                 agreed=self.options.agreed(),
                 credit_steps=max(2, min(self.options.prefetch_steps, _MAX_CREDIT_STEPS)),
+                transport=self.options.transport,
             )
             self._binds = 0
             self._peeked = None
@@ -253,7 +295,33 @@ class Session:
                 session = snapshot()
                 return session._snapshot if session is not None else (None, Position(0, 0), {})
 
-            self._connection = Connection(identity, meeting.locate, progress, self.options.start_timeout)
+            def open_stream() -> DataStream | None:
+                session = snapshot()
+                return session._open_stream() if session is not None else None
+
+            def settle() -> None:
+                session = snapshot()
+                if session is not None:
+                    session._settle_soon()
+
+            by_grpc = self.options.transport == "grpc" or self._by_socket is False
+            self._connection = Connection(
+                identity, meeting.locate, progress, self.options.start_timeout, None if by_grpc else open_stream, settle
+            )
+
+    def _open_stream(self) -> DataStream | None:
+        """Called by the connection's thread, without its lock."""
+        from kerasfeed.native import engine as engines
+        from kerasfeed.native.feed import Feed
+        from kerasfeed.native.reader import Reader
+
+        engine = engines.load()
+        if engine is None:
+            return None
+        if self._feed is None:
+            self._feed, self._ops = Feed(engine.library, self.name, self), engine.ops
+            interrupt.register_feed(self._feed)
+        return DataStream(self._feed, Reader(engine.library, self.options.free_bytes), self.name)
 
     def _warn_of_namesakes(self) -> None:
         for other in list(_open_sessions):
@@ -306,11 +374,19 @@ class Session:
             assert connection is not None
         welcome = connection.welcome()
         with self._lock:
+            by_socket = connection.stream is not None
+            if self._by_socket is None:
+                self._by_socket = by_socket
+            elif self._by_socket != by_socket:
+                raise ProducerError(
+                    f"feed {self.name!r}: its steps came over a data socket when it was started first, and now they "
+                    "can't: build a new DataFeeder"
+                )
             spec = spec_lib.decode_spec(welcome.spec)
             if self._spec is None:
                 self._spec, self._cardinality = spec, welcome.cardinality
                 self._elements = welcome.elements
-                self.cursor.epoch_steps = welcome.cardinality if welcome.cardinality >= 0 else None
+                self._cursor.epoch_steps = welcome.cardinality if welcome.cardinality >= 0 else None
             elif spec_lib.encode_spec(self._spec) != welcome.spec:
                 raise ProducerError(
                     f"feed {self.name!r}: dataset_fn now yields {spec}, but the dataset was built for {self._spec}"
@@ -350,6 +426,10 @@ class Session:
         self.end_replay_check()
         with self._closing:
             with self._lock:
+                if self._reading is not None and self.failure is None:
+                    # Its op is told, but asks nobody any more: the script may be at its end.
+                    self._failed(FeedClosedError(f"feed {self.name!r} was closed while an iterator was in use"))
+                self._settle_pulls(void=True)
                 connection, self._connection = self._connection, None
                 self._unbind()
             if connection is None:
@@ -385,16 +465,128 @@ class Session:
             self.failure = error
             raise
         with self._lock:
+            self._settle_pulls(void=True)
             self.failure = None
-            ticket = self.cursor.open()
+            ticket = self._cursor.open()
             self._update()
+            free = not self._cursor.bound
             if self._peeked == ticket.start and not ticket.through_epochs:
-                self._peeked = None
+                self._peeked, read = None, self._peeked_read
             else:
-                connection.read(
-                    ticket.start, ticket.through_epochs, self._last_epoch, ticket.left, direct and not self.cursor.bound
+                read = connection.read(
+                    ticket.start, ticket.through_epochs, self._last_epoch, ticket.left, direct and free, free
                 )
+            if connection.stream is not None:
+                self._reading = _Reading(ticket, read, ticket.start)
         return ticket
+
+    def _settle_pulls(self, void: bool = False) -> None:
+        """Tells the cursor what was pulled over the data socket since it was told last. With the lock held.
+
+        Args:
+            void: Whether nothing more may be pulled by that read.
+        """
+        reading, connection = self._reading, self._connection
+        stream = connection.stream if connection is not None else None
+        if reading is None or stream is None:
+            return
+        if void:
+            stream.void()
+            self._reading = None
+        pulls = stream.pulls(reading.read)
+        if pulls is None or reading.ticket.number != self._cursor.tickets:
+            return
+        count = pulls.steps - reading.steps
+        # Where it has come to an epoch's end of which this session is not told yet, all of them are of that epoch.
+        self._cursor.note_steps(reading.ticket, reading.next, count)
+        reading.steps += count
+        reading.next = Position(reading.next.epoch, reading.next.step + count)
+        self._update()
+
+    def _settle_soon(self) -> None:
+        """For the connection's thread: whoever has the lock may wait for it."""
+        if self._lock.acquire(timeout=_SETTLE_SECONDS):
+            try:
+                self._settle_pulls()
+            finally:
+                self._lock.release()
+
+    # ---- What a dataset over a data socket asks, in TensorFlow's threads (kerasfeed.native.feed.Owner) ----
+
+    def read_begins(self, direct: bool) -> int:
+        """An iterator pulls for the first time. Returns the number of its read."""
+        self.open_iterator(direct)
+        reading = self._reading
+        if reading is None:
+            raise self._failed(FeedClosedError(f"feed {self.name!r} was closed while an iterator was in use"))
+        return reading.read
+
+    def read_comes_to_end(self, read: int, epoch: int, steps: int) -> bool:
+        """A read has come to the end of an epoch. Returns whether it goes on with the next one."""
+        with self._lock:
+            self._settle_pulls()
+            reading = self._reading
+            if reading is None or reading.read != read or reading.ticket.number != self._cursor.tickets:
+                raise self._void(reading)
+            self._cursor.note_end(reading.ticket, epoch)
+            reading.next = Position(epoch + 1, 0)
+            self._update()
+        self.report()
+        return reading.ticket.through_epochs
+
+    def read_waits(self, read: int, seconds: float, interrupted: bool) -> None:
+        """A read has waited for `seconds` for its next step. Raises if it is not to wait on."""
+        connection = self._connection
+        if connection is None or connection.stream is None:
+            raise self._void(self._reading)
+        known = self._read_wait
+        if known is None or known[0] > seconds:
+            with self._lock:
+                self._settle_pulls()
+                step = self._reading.next if self._reading is not None else "its next step"
+            known = (seconds, connection.begin_wait(f"{step}", seconds))
+        self._read_wait = (seconds, known[1])
+        try:
+            known[1].raise_what_ends_it(interrupted)
+        except FeedError as error:
+            raise self._failed(error) from None
+        if not connection.stream.connected:
+            connection.renew()
+        if known[1].notice_due:
+            known[1].give_notice()
+
+    def read_fails(self, read: int, kind: FailureKind | None, message: str) -> NoReturn:
+        """There is no next step."""
+        connection = self._connection
+        if kind is None or connection is None or connection.stream is None:
+            raise self._void(self._reading)
+        raise self._failed(connection.stream.error(kind, message))
+
+    def native_dataset(self, element_spec: Any, direct: bool) -> tf.data.Dataset:
+        """Returns a dataset of the steps that come over a data socket.
+
+        Args:
+            element_spec: A structure of `tf.TensorSpec`.
+            direct: Whether what is pulled is what the user gets.
+        """
+        from kerasfeed.native.dataset import FeedDataset
+
+        assert self._feed is not None
+        return FeedDataset(self._ops, self._feed, direct, element_spec)
+
+    def _void(self, reading: _Reading | None) -> FeedError:
+        """Returns what is raised where a read is void."""
+        at = f"that started at {reading.ticket.start} " if reading is not None else ""
+        return self._failed(
+            FeedClosedError(
+                f"feed {self.name!r}: an iterator {at}pulls again, after another one took its place. A feed can't be "
+                "iterated twice at the same time; cache() it, or build a second feeder"
+            )
+        )
+
+    def _failed(self, error: FeedError) -> FeedError:
+        self.failure = error
+        return error
 
     def pull(self, ticket: Ticket) -> Any | None:
         """Returns the next step's element as NumPy arrays, or `None` at the end of the epoch.
@@ -407,15 +599,15 @@ class Session:
                 connection = self._connection
                 if connection is None:
                     raise FeedClosedError(f"feed {self.name!r} was closed while an iterator was in use")
-                item = connection.next(lambda: self.cursor.check(ticket))
+                item = connection.next(lambda: self._cursor.check(ticket))
             except FeedError as error:
                 self.failure = error
                 raise
             with self._lock:
                 if isinstance(item, Step):
-                    self.cursor.note_step(ticket, item.position)
+                    self._cursor.note_step(ticket, item.position)
                 else:
-                    self.cursor.note_end(ticket, item.epoch)
+                    self._cursor.note_end(ticket, item.epoch)
                 self._update()
             connection.report()
             if isinstance(item, Step):
@@ -424,7 +616,7 @@ class Session:
                 return None
 
     def _update(self) -> None:
-        self._snapshot = (self._segment, self.cursor.acknowledged, self.cursor.trained)
+        self._snapshot = (self._segment, self._cursor.acknowledged, self._cursor.trained)
 
     # ---- State ----
 
@@ -437,7 +629,8 @@ class Session:
         """
         connection = self._own_connection()
         with self._lock:
-            position = self.cursor.settle(self.cursor.acknowledged if position is None else position)
+            self._settle_pulls()
+            position = self._cursor.settle(self._cursor.acknowledged if position is None else position)
         place = connection.state(position, again_after)
         parts, at = {}, 0
         for part in place.parts:
@@ -483,7 +676,7 @@ class Session:
                 # What an earlier producer counted belongs to another stream.
                 self._supervisor = None
             self._statistics.clear()
-            self.cursor.restore(self._segment.start)
+            self._cursor.restore(self._segment.start)
             self._update()
             return self._segment.start
 
@@ -595,17 +788,18 @@ class Session:
         """
         connection = self._own_connection()
         with self._lock:
+            self._settle_pulls(void=True)
             self._binds += 1
-            binds, position = self._binds, self.cursor.acknowledged
+            binds, position = self._binds, self._cursor.acknowledged
             self._peeked = None
         segment, position = connection.bind(binds, position, steps_per_epoch)
         with self._lock:
             self._last_epoch = position.epoch + epochs if epochs is not None else NO_LAST_EPOCH
             self._segment = segment
-            self.cursor.bind(position, through_epochs)
-            self.cursor.epoch_steps = segment.steps_per_epoch
+            self._cursor.bind(position, through_epochs)
+            self._cursor.epoch_steps = segment.steps_per_epoch
             if segment.steps_per_epoch is None and self._cardinality >= 0:
-                self.cursor.epoch_steps = self._cardinality
+                self._cursor.epoch_steps = self._cardinality
             # A pass that begins at another element than its first has fewer steps, but only the producer knows how
             # many.
             size, elements, first = self.topology().size, self._elements, segment.origin_element
@@ -613,7 +807,7 @@ class Session:
             irregular = segment.steps_per_epoch is None and first > 0
             # One that was restored has as many as every other.
             irregular = irregular and (elements < 0 or rest != schedule.steps_in(elements, size))
-            self.cursor.irregular_epoch = segment.first_epoch if irregular else None
+            self._cursor.irregular_epoch = segment.first_epoch if irregular else None
             self._statistics = {e: s for e, s in self._statistics.items() if e <= position.epoch}
             self._update()
         return position
@@ -625,28 +819,33 @@ class Session:
         """
         connection = self.connection()
         with self._lock:
-            self.cursor.begin_epoch()
+            self._settle_pulls(void=not self._cursor.through_epochs)
+            self._cursor.begin_epoch()
             # A kept iterator hears of an epoch's end only with its next pull.
-            start = self.cursor.settle(self.cursor.acknowledged)
-            may_be_over = start.step > 0 or start.epoch == self.cursor.irregular_epoch
-            if self.cursor.through_epochs or not may_be_over or self.cursor.steps_in(start.epoch) is not None:
+            start = self._cursor.settle(self._cursor.acknowledged)
+            may_be_over = start.step > 0 or start.epoch == self._cursor.irregular_epoch
+            if self._cursor.through_epochs or not may_be_over or self._cursor.steps_in(start.epoch) is not None:
                 return start
-            connection.read(start, False, self._last_epoch)
+            self._peeked_read = connection.read(start, False, self._last_epoch)
         item = connection.peek()
         with self._lock:
             if isinstance(item, End):
-                self.cursor.skip_end(item.epoch)
+                self._cursor.skip_end(item.epoch)
                 self._update()
             else:
                 self._peeked = start
-            return self.cursor.acknowledged
+            return self._cursor.acknowledged
 
     def acknowledge(self, steps: int) -> int:
         """Says that `steps` more steps are trained. Returns how many of them were never pulled."""
         with self._lock:
-            excess = self.cursor.acknowledge(steps)
+            self._settle_pulls()
+            excess = self._cursor.acknowledge(steps)
             self._update()
-            return excess
+            connection = self._connection
+        if connection is not None:
+            connection.note_progress()
+        return excess
 
     def end_epoch(self, stopped: bool) -> int:
         """A Keras epoch is over. Returns how many steps of it were pulled but not acknowledged.
@@ -655,11 +854,12 @@ class Session:
         `stopped`: then what was pulled ahead may not have been used, and what is not acknowledged is served again.
         """
         with self._lock:
-            if stopped or self.cursor.through_epochs or self.cursor.pulled.step:
+            self._settle_pulls()
+            if stopped or self._cursor.through_epochs or self._cursor.pulled.step:
                 left = 0
             else:
-                left = self.cursor.untrained
-                self.cursor.acknowledge(left)
+                left = self._cursor.untrained
+                self._cursor.acknowledge(left)
                 self._update()
         self.report()
         return left
@@ -673,10 +873,11 @@ class Session:
     def unbind(self) -> None:
         """The `fit` is over."""
         with self._lock:
+            self._settle_pulls(void=True)
             self._unbind()
 
     def _unbind(self) -> None:
-        self.cursor.unbind()
+        self._cursor.unbind()
         self._last_epoch = NO_LAST_EPOCH
         self._update()
 
@@ -685,6 +886,8 @@ class Session:
     def statistics(self) -> list[EpochStatistics]:
         """Returns what became of each epoch so far."""
         connection, supervisor = self._connection, self._supervisor
+        with self._lock:
+            self._settle_pulls()
         if connection is not None and connection.ready:
             self._note_status(connection.status(_STATUS_SECONDS))
         elif supervisor is not None:

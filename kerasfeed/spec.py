@@ -103,6 +103,15 @@ def flatten(element: Any) -> list[tf.Tensor]:
     return [part for part in tf.nest.flatten(element, expand_composites=True) if part is not None]
 
 
+def without_composites(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns the dataset of the component tensors of a dataset's elements; itself if no tensor is a composite one."""
+    if all(
+        isinstance(leaf, (tf.TensorSpec, structure.NoneTensorSpec)) for leaf in tf.nest.flatten(dataset.element_spec)
+    ):
+        return dataset
+    return dataset.map(lambda *element: tuple(flatten(element)))
+
+
 def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 

@@ -7,7 +7,7 @@ from typing import Any
 from kerasfeed.proto import feed_pb2
 from kerasfeed.schedule import Position, Segment
 
-PROTOCOL = 2
+PROTOCOL = 3
 SERVICE = "kerasfeed.Feed"
 METHOD = "Attend"
 CHUNK_BYTES = 2 << 20

@@ -201,18 +201,20 @@ def _serve(
     try:
         tf = import_tensorflow()
 
+        from kerasfeed.native import engine as engines
         from kerasfeed.producer import pump
-        from kerasfeed.producer.digest import Journal
+        from kerasfeed.producer.parts import Settings, make_parts
         from kerasfeed.producer.pipeline import Pipeline
         from kerasfeed.producer.service import StateKeeper
         from kerasfeed.producer.verifier import Verifier
         from kerasfeed.producer.way_back import WayBack
         from kerasfeed.producer.waypoint import Waypoint
-        from kerasfeed.producer.window import EpochCount, Window
+        from kerasfeed.producer.window import EpochCount
         from kerasfeed.proto import feed_pb2
         from kerasfeed.schedule import Segment
 
         keep_generated_code_in(scratch)
+        engine = engines.load()
         if options.deterministic:
             tf.config.experimental.enable_op_determinism()
         source, source_spec = load_source(launch)
@@ -229,29 +231,39 @@ def _serve(
             scratch,
             _log,
         )
+        window_options = {
+            "size": launch.size,
+            "prefetch": options.prefetch_steps,
+            "max_bytes": options.max_buffer_bytes,
+            "steps_per_epoch": options.steps_per_epoch,
+            "segment": Segment(**launch.segment) if launch.segment is not None else None,
+            "start_timeout": options.start_timeout,
+            "complete": lambda: report(complete=True),
+            "pass_ended": lambda pass_, elements: report(pass_length=[pass_, elements]),
+            "epoch_ended": lambda epoch, count: report(epoch=[epoch, count.elements, count.steps, count.dropped]),
+            "pass_lengths": lengths,
+            "cardinality": pipeline.cardinality,
+            "left": {int(rank): {int(e): n for e, n in trained.items()} for rank, trained in launch.left.items()},
+            "rank_left": lambda rank, trained: report(left=rank, trained=trained),
+            "counts": {e: EpochCount(elements, steps, dropped, True) for e, elements, steps, dropped in launch.counts},
+        }
+        settings = Settings(
+            spec=pipeline.spec,
+            full=options.verify == "full",
+            journal_fd=launch.journal_fd,
+            host=launch.host,
+            port=launch.port,
+            max_buffer_bytes=options.max_buffer_bytes,
+            ahead=options.prefetch_steps * launch.size,
+            free_bytes=options.free_bytes,
+        )
+        parts = make_parts(engine, settings, window_options, progress, _log)
     except BaseException:  # user code may raise anything, and whoever waits has to hear of it
         what = "dataset_fn" if launch.payload_kind == "function" else "the dataset"
         message = f"{what} raised before the first element:\n{traceback.format_exc()}"
         report(failed=message)
         service.failed(message)
         return
-    window = Window(
-        size=launch.size,
-        prefetch=options.prefetch_steps,
-        max_bytes=options.max_buffer_bytes,
-        steps_per_epoch=options.steps_per_epoch,
-        segment=Segment(**launch.segment) if launch.segment is not None else None,
-        start_timeout=options.start_timeout,
-        log=_log,
-        complete=lambda: report(complete=True),
-        pass_ended=lambda pass_, elements: report(pass_length=[pass_, elements]),
-        epoch_ended=lambda epoch, count: report(epoch=[epoch, count.elements, count.steps, count.dropped]),
-        pass_lengths=lengths,
-        cardinality=pipeline.cardinality,
-        left={int(rank): {int(e): n for e, n in trained.items()} for rank, trained in launch.left.items()},
-        rank_left=lambda rank, trained: report(left=rank, trained=trained),
-        counts={e: EpochCount(elements, steps, dropped, True) for e, elements, steps, dropped in launch.counts},
-    )
     if options.steps_per_epoch is not None:
         cardinality = options.steps_per_epoch
     else:
@@ -277,8 +289,8 @@ def _serve(
                 pipeline.offer(waypoint)
                 before[waypoint.place[1]] = launch.parts.get("skipped", b"").decode()
     verifier = Verifier(
-        pipeline.spec,
-        Journal(launch.journal_fd),
+        parts.digester,
+        parts.journal,
         restored,
         before,
         full=options.verify == "full",
@@ -292,12 +304,12 @@ def _serve(
         pipeline.why_unsteady(options.deterministic),
         _log,
     )
-    service.ready(window, welcome, StateKeeper(verifier.digest_before, way_back))
+    service.ready(parts.window, welcome, StateKeeper(verifier.digest_before, way_back), parts.data)
 
     # The pump may be inside a slow pipeline when the last rank leaves: nobody waits for it then.
-    threading.Thread(target=take_leave, args=(window,), name="kerasfeed-leave", daemon=True).start()
+    threading.Thread(target=take_leave, args=(parts.window,), name="kerasfeed-leave", daemon=True).start()
 
-    pump.run(window, pipeline, verifier, way_back, progress)
+    pump.run(parts.window, pipeline, verifier, way_back, progress, parts.flow)
 
 
 def _log(message: str) -> None:

@@ -17,7 +17,7 @@ import pathlib
 import random
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
@@ -28,6 +28,9 @@ from tensorflow.python.ops import gen_experimental_dataset_ops
 from kerasfeed import spec as spec_lib
 from kerasfeed.producer.graph import Traits, fingerprint_of, graph_of, read_graph, seed_graph
 from kerasfeed.producer.waypoint import Place, Waypoint
+
+if TYPE_CHECKING:
+    from kerasfeed.native.pump import Outcome
 
 _CONTEXT_NAMES = ("ctx", "context", "input_context")
 
@@ -104,6 +107,8 @@ class Pipeline:
         self._scratch = scratch
         self._log = log
         self._dataset = self._build(0)
+        self._flattened: Any = None
+        self._flattened_for: Any = None
         self._traits = Traits.of(self._dataset)
         self._per_pass = bool(self._traits.random_ops) and not self._traits.keeps_state
         if self._traits.random_ops and not self._per_pass:
@@ -159,6 +164,16 @@ class Pipeline:
             raise TypeError(f"dataset_fn must return a tf.data.Dataset. Received: {type(dataset).__name__}")
         return dataset
 
+    def _new_iterator(self) -> Iterator[Any]:
+        """Returns an iterator over the dataset's elements, or over their components where they hold composite tensors.
+
+        To tf.data a composite tensor is one opaque variant: its components are what can travel.
+        """
+        if self._dataset is not self._flattened_for:
+            self._flattened, self._flattened_for = spec_lib.without_composites(self._dataset), self._dataset
+        iterator: Iterator[Any] = iter(self._flattened)
+        return iterator
+
     def _start_pass(self, pass_: int) -> None:
         """Makes the iterator of a pass; in a dataset that is built once, after walking the passes before it."""
         left, self._iterator = self._iterator, None
@@ -175,9 +190,9 @@ class Pipeline:
         elif left is not None and not self._traits.cheap_walk:
             self._leave(left)
         while self._fresh_pass < pass_:
-            self._walk(iter(self._dataset), self._fresh_pass)
+            self._walk(self._new_iterator(), self._fresh_pass)
             self._fresh_pass += 1
-        self._iterator = iter(self._dataset)
+        self._iterator = self._new_iterator()
         self._fresh_pass += 1
         self._pass, self._element = pass_, 0
         self._miscounts = False
@@ -374,7 +389,7 @@ class Pipeline:
         self._pass, self._element = waypoint.place if inside else (stop - 1, 0)
 
     def _load(self, data: bytes) -> Iterator[Any]:
-        iterator: Iterator[Any] = iter(self._dataset)
+        iterator = self._new_iterator()
         size = int.from_bytes(data[:8], "little")
         at = 8 + size
         with tempfile.TemporaryDirectory(dir=self._scratch) as folder:
@@ -412,6 +427,38 @@ class Pipeline:
             )
         self._element += 1
         return spec_lib.encode_element(value)
+
+    @property
+    def flows(self) -> bool:
+        """Whether elements may be taken from the iterator itself, as `flow` does."""
+        in_iterator = self._iterator is not None and not self._ahead
+        return in_iterator and not self._miscounts and not 0 <= self._claimed <= self._element
+
+    def flow(self, run: Callable[[Any, Place, int], Outcome], limit: int | None) -> Outcome:
+        """Lets `run` take elements from the iterator, given its resource, where it stands, and how many at most.
+
+        Args:
+            run: Returns how many it took, and why no more.
+            limit: After how many elements to come back; `None`: when there is reason to.
+
+        Raises:
+            EndOfPass: The pass is over.
+            tf.errors.OpError: An element raised.
+        """
+        # Whether there are more than the dataset says, `next` finds out.
+        claimed = self._claimed - self._element if self._claimed >= 0 else None
+        most = min((bound for bound in (limit, claimed) if bound is not None), default=-1)
+        iterator: Any = self._iterator
+        outcome = run(iterator._iterator_resource, self.standing, most)
+        self._element += outcome.produced
+        if outcome.error is not None:
+            self._miscounts = True
+            raise outcome.error
+        if outcome.ended:
+            self._iterator = None
+            self._lengths[self._pass] = self._element
+            raise EndOfPass(self._pass, self._element)
+        return outcome
 
     def _next_ahead(self) -> spec_lib.EncodedElement:
         item = self._ahead.popleft()

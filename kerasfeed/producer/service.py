@@ -3,6 +3,10 @@
 A conversation has two threads: gRPC's own, in which the rank's messages arrive, and the one that sends. The first tells
 the window what the rank said and puts replies into the outbox; the second sends the outbox and what the window hands
 out. A rank that connects again takes the place of its earlier conversation.
+
+With the native engine a rank may fetch its elements over a data socket: it is let in there for as long as its
+conversation lasts. The window hands out each step once, so only one of both asks it: the conversation, from the moment
+when the rank reads here, or the data socket.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 
@@ -32,6 +36,18 @@ _FAILURE_KINDS = {
     FailureKind.MISMATCH: feed_pb2.Failure.MISMATCH,
     FailureKind.RANKS: feed_pb2.Failure.RANKS,
 }
+
+
+class DataSockets(Protocol):
+    """Where ranks may fetch their elements without this service (`kerasfeed.native.server.Server`)."""
+
+    addresses: list[str]
+
+    def admit(self, rank: int, expected: bytes, answer: bytes) -> None:
+        """This rank may connect, once, with the proof `expected`, and is answered with `answer`."""
+
+    def dismiss(self, rank: int) -> None:
+        """What this rank has there ends: nothing that it says is heard any more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +85,7 @@ class FeedService:
         self._window: Window | None = None
         self._welcome: feed_pb2.Welcome | None = None
         self._keeper: StateKeeper | None = None
+        self._data: DataSockets | None = None
         self._failure: str | None = None
         self._mismatch: str | None = None
         self._conversations: dict[int, _Conversation] = {}
@@ -101,16 +118,19 @@ class FeedService:
         server.start()
         return server, bound
 
-    def ready(self, window: Window, welcome: feed_pb2.Welcome, keeper: StateKeeper) -> None:
+    def ready(
+        self, window: Window, welcome: feed_pb2.Welcome, keeper: StateKeeper, data: DataSockets | None = None
+    ) -> None:
         """The pipeline is built: ranks are let in.
 
         Args:
             window: Where steps come from.
             welcome: What is said to each rank.
             keeper: What belongs into a feed's state.
+            data: Where ranks may fetch their elements; `None`: only here.
         """
         with self._state:
-            self._window, self._welcome, self._keeper = window, welcome, keeper
+            self._window, self._welcome, self._keeper, self._data = window, welcome, keeper, data
             if self._mismatch is not None:
                 window.refuse(self._mismatch)
             self._state.notify_all()
@@ -135,7 +155,7 @@ class FeedService:
         watchdog.daemon = True
         watchdog.start()
         try:
-            rank, proof = yield from self._authenticate(requests)
+            rank, proof, nonces = yield from self._authenticate(requests)
         finally:
             watchdog.cancel()
         if proof is None:
@@ -155,20 +175,26 @@ class FeedService:
             return
         if window is None or welcome is None or self._keeper is None:
             return
-        conversation = _Conversation(rank, window, self._keeper, context)
+        data = self._data
+        conversation = _Conversation(rank, window, self._keeper, context, serves=data is None)
         segment = wire.segment_of(proof.segment) if proof.HasField("segment") else None
         with self._state:
             earlier = self._conversations.get(rank)
             if earlier is not None:
                 earlier.end()
+            if data is not None:
+                data.dismiss(rank)
             try:
                 window.attend(rank, wire.position_of(proof.acknowledged), segment)
             except BindError as error:
                 window.refuse(str(error))
             self._conversations[rank] = conversation
+            if data is not None:
+                data.admit(rank, *auth.data_proofs(self._token, self._feed, rank, nonces))
         reply = feed_pb2.Welcome()
         reply.CopyFrom(welcome)
         reply.segment.CopyFrom(wire.segment_message(window.segment))
+        reply.data.extend(data.addresses if data is not None else ())
         try:
             yield feed_pb2.ProducerMessage(welcome=reply)
             yield from conversation.talk(requests)
@@ -177,20 +203,22 @@ class FeedService:
             with self._state:
                 if self._conversations.get(rank) is conversation:
                     del self._conversations[rank]
+                    if data is not None:
+                        data.dismiss(rank)
                     window.disconnected(rank)
 
     def _authenticate(
         self, requests: Iterator[feed_pb2.RankMessage]
-    ) -> Any:  # a generator of messages that returns (rank, Proof or None)
+    ) -> Any:  # a generator of messages that returns (rank, Proof or None, both nonces)
         hello = next(requests).hello
         if hello.protocol != wire.PROTOCOL:
             text = f"the producer speaks protocol {wire.PROTOCOL}, rank {hello.rank} protocol {hello.protocol}"
             yield _failure(feed_pb2.Failure.REFUSED, text + ": install the same kerasfeed everywhere")
-            return hello.rank, None
+            return hello.rank, None, ()
         if hello.feed != self._feed or not 0 <= hello.rank < self._size or len(hello.nonce) < auth.NONCE_BYTES:
             text = f"this is the producer of feed {self._feed!r} for {self._size} ranks"
             yield _failure(feed_pb2.Failure.REFUSED, f"{text}, not of feed {hello.feed!r} for rank {hello.rank}")
-            return hello.rank, None
+            return hello.rank, None, ()
         nonce = auth.new_nonce()
         conversation = (self._feed, hello.rank, hello.nonce, nonce)
         challenge = feed_pb2.Challenge(nonce=nonce, proof=auth.prove(self._token, "producer", *conversation))
@@ -200,8 +228,8 @@ class FeedService:
             text = f"rank {hello.rank} does not know this job's token (KERASFEED_TOKEN must be the same on all ranks)"
             self._log(f"refused: {text}")
             yield _failure(feed_pb2.Failure.REFUSED, text)
-            return hello.rank, None
-        return hello.rank, proof
+            return hello.rank, None, ()
+        return hello.rank, proof, (hello.nonce, nonce)
 
     def _difference(self, options: dict[str, Any]) -> str:
         found = [
@@ -215,8 +243,12 @@ class FeedService:
 class _Conversation:
     """What is said with one rank over one connection."""
 
-    def __init__(self, rank: int, window: Window, keeper: StateKeeper, context: grpc.ServicerContext):
+    def __init__(self, rank: int, window: Window, keeper: StateKeeper, context: grpc.ServicerContext, serves: bool):
         self._rank = rank
+        # Whether steps are sent here: at once, or when the rank reads here.
+        self._serves = serves
+        self._told = False
+        self._changed = threading.Condition()
         self._window = window
         self._keeper = keeper
         self._context = context
@@ -228,7 +260,12 @@ class _Conversation:
         """Lets both threads come to an end. What the rank said is heard until now, and no more."""
         with self._hearing:
             self._over = True
+        self._wake()
+
+    def _wake(self) -> None:
         self._window.wake(self._rank)
+        with self._changed:
+            self._changed.notify_all()
 
     def talk(self, requests: Iterator[feed_pb2.RankMessage]) -> Iterator[feed_pb2.ProducerMessage]:
         listener = threading.Thread(
@@ -240,6 +277,9 @@ class _Conversation:
         while not self._over:
             while self._outbox:
                 yield self._outbox.popleft()
+            if not self._serves:
+                yield from self._failure()
+                continue
             item = self._window.wait_for_item(self._rank, self._interrupted)
             if isinstance(item, Failure):
                 yield _failure(_FAILURE_KINDS[item.kind], item.message)
@@ -249,12 +289,25 @@ class _Conversation:
             elif isinstance(item, Delivery):
                 yield from _chunks(item)
 
+    def _failure(self) -> Iterator[feed_pb2.ProducerMessage]:
+        """Waits for something to say, and yields what makes all steps void, once.
+
+        A rank hears of that on its data socket, too, but only when it reads.
+        """
+        failure = None if self._told else self._window.broken()
+        if failure is not None:
+            self._told = True
+            yield _failure(_FAILURE_KINDS[failure.kind], failure.message)
+        with self._changed:
+            if not self._interrupted() and not self._serves:
+                self._changed.wait(_POLL_SECONDS)
+
     def _interrupted(self) -> bool:
         return self._over or bool(self._outbox)
 
     def _reply(self, message: feed_pb2.ProducerMessage) -> None:
         self._outbox.append(message)
-        self._window.wake(self._rank)
+        self._wake()
 
     def _listen(self, requests: Iterator[feed_pb2.RankMessage]) -> None:
         try:
@@ -276,6 +329,7 @@ class _Conversation:
         rank, window = self._rank, self._window
         if kind == "read":
             read = message.read
+            self._serves = True
             position = wire.position_of(read.position)
             window.read(
                 rank,
@@ -288,6 +342,7 @@ class _Conversation:
                 wire.position_of(read.left) if read.HasField("left") else None,
                 read.direct,
             )
+            self._wake()
         elif kind == "progress":
             p = message.progress
             pulled, acknowledged = wire.position_of(p.pulled), wire.position_of(p.acknowledged)
@@ -310,6 +365,8 @@ class _Conversation:
         pass_, element = self._window.locate(position)
         keeper = self._keeper
         keeper.way_back.plan((pass_, element), ask.again_after * self._window.size)
+        # It may have planned for a place that is still to come, or for none.
+        self._window.wake_pump()
         waypoint = keeper.way_back.find(
             (pass_, element), position, self._window.wake_pump, lambda: not self._context.is_active()
         )

@@ -6,6 +6,7 @@ death.
 
 from __future__ import annotations
 
+import enum
 import types
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
@@ -14,7 +15,19 @@ from kerasfeed.producer import digest as digests
 
 if TYPE_CHECKING:
     # It needs TensorFlow, which this module does not.
+    from kerasfeed.native import digest as native_digests
     from kerasfeed.spec import EncodedElement
+
+    Digester = digests.Digester | native_digests.Digester
+    Journal = digests.Journal | native_digests.Journal
+
+
+class Tolerance(enum.IntEnum):
+    """What becomes of an element that is another one than it was (`Tolerance` of `native/core/pump.h`)."""
+
+    NONE = 0
+    TELL = 1
+    ALL = 2
 
 
 class Mismatch(Exception):
@@ -25,7 +38,7 @@ class Verifier:
     """Compares what is produced again with what was produced.
 
     Args:
-        spec: The dataset's element spec, as `spec.encode_spec` wrote it.
+        digester: Makes the digests of the dataset's elements, in Python or C++.
         journal: What was produced so far.
         restored: (pass, element) where a restored feed sets out.
         before: Digests of the elements before that, by the first of them.
@@ -35,14 +48,14 @@ class Verifier:
 
     def __init__(
         self,
-        spec: bytes,
-        journal: digests.Journal,
+        digester: Digester,
+        journal: Journal,
         restored: tuple[int, int] | None = None,
         before: Mapping[int, str] = types.MappingProxyType({}),
         full: bool = False,
         warn: Callable[[str], None] | None = None,
     ):
-        self._digester = digests.Digester(spec, full)
+        self._digester = digester
         # Digests of different kinds can't be compared. "00" was of other blocks: states of that time may still come.
         self._kind = "01" if full else "02"
         self._journal = journal
@@ -63,6 +76,25 @@ class Verifier:
         now = self._digester.digest(element)
         was = self._journal.note(pass_, index, now)
         if was is not None and was != now:
+            self._tell(digests.element_mismatch(pass_, index, was, now))
+
+    @property
+    def tolerance(self) -> Tolerance:
+        """What becomes of an element that is another one than it was."""
+        if self._warn is None:
+            return Tolerance.NONE
+        return Tolerance.ALL if self._warned else Tolerance.TELL
+
+    def found(self, pass_: int, index: int, was: int | None, now: int) -> None:
+        """What the native pump has found: this element was another one before, or (`was` is `None`) there was none.
+
+        Raises:
+            Mismatch: Says so.
+        """
+        if was is None:
+            end = self._journal.elements(pass_)
+            self._tell(digests.end_mismatch(pass_, index if end is None else end, index + 1))
+        else:
             self._tell(digests.element_mismatch(pass_, index, was, now))
 
     def ended(self, pass_: int, elements: int) -> None:

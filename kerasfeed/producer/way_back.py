@@ -153,6 +153,15 @@ class WayBack:
             on_time = element > 0 and (element - first) % self._every == 0
             return on_time and len(self._saved) < _KEPT and self._clock() >= self._not_before
 
+    def until_due(self, place: Place) -> int | None:
+        """In how many elements from `place` on, at least one, `due` may say so; `None`: not before the next `plan`."""
+        with self._changed:
+            if self._way == "replay" or not self._every or self._asked is None:
+                return None
+            pass_, element = place
+            first = self._asked[1] if pass_ == self._asked[0] else 0
+            return self._every - (element - first) % self._every
+
     def take(self, place: Place, make: Callable[[], Waypoint]) -> None:
         """Saves the iterator, which stands at `place`."""
         began = self._clock()

@@ -552,19 +552,23 @@ class Window:
                     for epoch in range(self._head.epoch, position.epoch):
                         self._cuts[epoch] = _Cut(rank, left, position)
                     self._go_to(position)
-                elif position < self._head and not self._is_retained(position):
-                    if position >= self._segment.start:
-                        self._go_to(position)
+                first = self._first_step_for(position, through_epochs)
+                if first is not None and first < self._head and first not in self._steps:
+                    if first >= self._segment.start:
+                        self._go_to(first)
                     else:
                         what = f"rank {rank} asks again for {position}, which lies before the present fit"
                         self._fail(FailureKind.RANKS, f"{what} and is no longer in memory")
             self._pump_woken.notify_all()
             state.woken.notify_all()
 
-    def _is_retained(self, position: Position) -> bool:
-        if position == self._head or position in self._steps:
-            return True
-        return position.step >= self._ends.get(position.epoch, position.step + 1)
+    def _first_step_for(self, position: Position, through_epochs: bool) -> Position | None:
+        """Returns the first step for who reads from `position` on, beyond known ends; `None`: an end is all."""
+        while position.step >= self._ends.get(position.epoch, position.step + 1):
+            if not through_epochs:
+                return None
+            position = Position(position.epoch + 1, 0)
+        return position
 
     def progress(
         self,
@@ -704,6 +708,13 @@ class Window:
                     return item
                 state.woken.wait(_POLL_SECONDS)
             return None
+
+    def broken(self) -> Failure | None:
+        """Returns the failure after which no rank gets anything any more, wherever it reads."""
+        with self._lock:
+            self._check_ranks()
+            failure = self._failure
+            return failure if failure is not None and failure.position is None else None
 
     def wake(self, rank: int) -> None:
         """Lets `wait_for_item` of this rank look at its condition again."""

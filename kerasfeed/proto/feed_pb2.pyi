@@ -150,7 +150,7 @@ class Challenge(_message.Message):
     def __init__(self, nonce: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("spec", "cardinality", "seed", "segment", "elements", "fingerprint", "foreseen")
+    __slots__ = ("spec", "cardinality", "seed", "segment", "elements", "fingerprint", "foreseen", "data")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     CARDINALITY_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
@@ -158,6 +158,7 @@ class Welcome(_message.Message):
     ELEMENTS_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     FORESEEN_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
     spec: bytes
     cardinality: int
     seed: int
@@ -165,7 +166,8 @@ class Welcome(_message.Message):
     elements: int
     fingerprint: str
     foreseen: str
-    def __init__(self, spec: _Optional[bytes] = ..., cardinality: _Optional[int] = ..., seed: _Optional[int] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., elements: _Optional[int] = ..., fingerprint: _Optional[str] = ..., foreseen: _Optional[str] = ...) -> None: ...
+    data: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, spec: _Optional[bytes] = ..., cardinality: _Optional[int] = ..., seed: _Optional[int] = ..., segment: _Optional[_Union[Segment, _Mapping]] = ..., elements: _Optional[int] = ..., fingerprint: _Optional[str] = ..., foreseen: _Optional[str] = ..., data: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class State(_message.Message):
     __slots__ = ("position", "element", "digest", "way", "parts", "offset", "data")

@@ -3,6 +3,9 @@
 One thread, the receiver, owns the channel: it finds the producer, proves the token, and puts what arrives into the
 reader's queue. Whoever pulls waits on that queue. After a break the receiver asks again from the first step that the
 queue does not hold, so that nothing is lost and nothing comes twice, whoever died meanwhile.
+
+With the native engine steps come over a data socket (`data_socket.py`), to which the receiver connects each time that
+the producer has let it in: reads and what is trained are said there, and all else here.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ from kerasfeed.errors import FeedClosedError, FeedError, FeedInterrupted, Produc
 from kerasfeed.proto import feed_pb2
 from kerasfeed.rendezvous import Address
 from kerasfeed.schedule import Position, Segment
+from kerasfeed.transport.data_socket import NATIVE_TRANSPORTS, DataStream, data_addresses
+from kerasfeed.transport.items import End, Step
 
 _LOG = logging.getLogger("kerasfeed")
 _FIRST_NOTICE_SECONDS = 30.0
@@ -34,6 +39,7 @@ _RETRY_SECONDS = 0.2
 _STORE_POLL_SECONDS = 0.1
 _LOST_SECONDS = 60.0
 _CREDIT_BYTES = 64 << 20
+_SYNC_SECONDS = 5.0
 # A producer that died has to be back before it can be told.
 _LEAVE_SECONDS = 60.0
 _FAILED_LEAVE_SECONDS = 5.0
@@ -60,22 +66,7 @@ class Identity:
     token: bytes
     agreed: dict[str, Any]
     credit_steps: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """An element that has arrived, as NumPy arrays in the structure that the generator yields."""
-
-    position: Position
-    value: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class End:
-    """An epoch is over after `steps` steps."""
-
-    epoch: int
-    steps: int
+    transport: str
 
 
 _Item = Step | End | FeedError
@@ -115,6 +106,9 @@ class Connection:
         locate: Returns where the producer listens, or `None` while that is not known; raises when it never will be.
         progress: Returns (segment, acknowledged, trained steps by epoch) at once, without waiting for any lock.
         start_timeout: Seconds to wait for the producer to be started.
+        open_stream: Makes the stream for steps over a data socket, or returns `None` if that can't be; `None` itself
+            if steps are to come over gRPC.
+        settle: Brings what `progress` returns up to date, and may wait for locks for a moment.
     """
 
     def __init__(
@@ -123,8 +117,13 @@ class Connection:
         locate: Callable[[], Address | None],
         progress: Callable[[], tuple[Segment | None, Position, dict[int, int]]],
         start_timeout: float,
+        open_stream: Callable[[], DataStream | None] | None = None,
+        settle: Callable[[], None] = lambda: None,
     ):
         self._identity = identity
+        self._open_stream = open_stream
+        self._settle = settle
+        self._stream: DataStream | None = None
         self._locate = locate
         self._progress = progress
         self._start_timeout = start_timeout
@@ -150,6 +149,9 @@ class Connection:
         self._leave_error = ""
         self._leave_deadline = 0.0
         self._seen = 0.0
+        self._where: Address | None = None
+        self._nonces = (b"", b"")
+        self._way = ""
         self._doing = "to start"
         self._thread = threading.Thread(target=self._run, name=f"kerasfeed-receive-{identity.feed}", daemon=True)
         self._thread.start()
@@ -166,6 +168,16 @@ class Connection:
         assert self._elements is not None
         return self._elements
 
+    @property
+    def stream(self) -> DataStream | None:
+        """Where steps come from if they come over a data socket."""
+        return self._stream
+
+    @property
+    def way(self) -> str:
+        """How steps come, in words: "shared memory", "TCP" or "gRPC"."""
+        return self._way or "gRPC"
+
     def read(
         self,
         position: Position,
@@ -173,8 +185,9 @@ class Connection:
         last_epoch: int,
         left: Position | None = None,
         direct: bool = False,
-    ) -> None:
-        """Asks for the steps from `position` on. What an earlier read has in flight is dropped.
+        free: bool = False,
+    ) -> int:
+        """Asks for the steps from `position` on. What an earlier read has in flight is dropped. Returns its number.
 
         Args:
             position: The first step to get.
@@ -182,11 +195,18 @@ class Connection:
             last_epoch: The first epoch that `fit` will not run, or `NO_LAST_EPOCH`.
             left: Where this rank left an epoch before its end, if it goes on with a later one.
             direct: Whether what is pulled is what the user gets.
+            free: Whether a step counts as trained when the next one is pulled.
         """
+        if self._stream is not None:
+            _, acknowledged, trained = self._progress()
+            self._stream.acknowledge(acknowledged, _recent(trained, acknowledged))
+            credit = (self._identity.credit_steps, _CREDIT_BYTES)
+            return self._stream.read(position, through_epochs, *credit, last_epoch, left, direct, free)
         with self._changed:
             self._readers += 1
             self._reader = _Reader(self._readers, position, through_epochs, last_epoch, left, direct)
             self._send_read()
+            return self._readers
 
     def next(self, cancelled: Callable[[], None]) -> Step | End:
         """Waits for the next item of the present read.
@@ -221,12 +241,22 @@ class Connection:
 
     def peek(self) -> Step | End:
         """Waits for the next item of the present read, and leaves it for `next`."""
+        if self._stream is not None:
+            return self._peek(self._stream)
         reader = self._reader
         assert reader is not None
         item = self._wait(f"{reader.next}", lambda: reader.items[0] if reader.items else None)
         assert isinstance(item, (Step, End, FeedError))
         if isinstance(item, FeedError):
             raise type(item)(str(item))
+        return item
+
+    def _peek(self, stream: DataStream) -> Step | End:
+        wait = self.begin_wait("the first step")
+        while (item := stream.peek(_POLL_SECONDS)) is None:
+            wait.check()
+        if isinstance(item, FeedError):
+            raise item
         return item
 
     @property
@@ -236,8 +266,17 @@ class Connection:
 
     def report(self) -> None:
         """Tells the producer how far this rank has come."""
+        if self._stream is not None:
+            self._stream.acknowledge(*self._recent_progress())
+            self._stream.flush()
+            return
         with self._changed:
             self._send_progress(waiting=False)
+
+    def note_progress(self) -> None:
+        """More is trained: where steps come over a data socket the producer hears of it, soon."""
+        if self._stream is not None:
+            self._stream.acknowledge(*self._recent_progress())
 
     def bind(self, number: int, position: Position, steps_per_epoch: int | None) -> tuple[Segment, Position]:
         """Says that a `fit` begins; returns (segment, position) when that is settled."""
@@ -258,6 +297,8 @@ class Connection:
     def status(self, timeout: float) -> feed_pb2.Status | None:
         """Returns what the producer says about itself, or `None` if it does not answer in `timeout` seconds."""
         deadline = time.monotonic() + timeout
+        if self._stream is not None:
+            self._stream.sync(timeout)
         with self._changed:
             before = self._statuses
             self._send(ask_status=feed_pb2.AskStatus())
@@ -284,6 +325,10 @@ class Connection:
 
     def close(self, error: str = "") -> None:
         """Takes leave of the producer and ends the receiver. Waits that are under way raise `FeedClosedError`."""
+        stream = self._stream
+        if stream is not None and not error:
+            # What is said of the same over gRPC comes later, then.
+            stream.sync(_SYNC_SECONDS)
         with self._changed:
             if self._closed:
                 return
@@ -293,6 +338,8 @@ class Connection:
             if self._outgoing is not None:
                 self._take_leave(self._outgoing)
             self._changed.notify_all()
+        if stream is not None:
+            stream.close()
         if self._thread is threading.current_thread():
             return
         if self._welcome is not None:
@@ -323,36 +370,33 @@ class Connection:
     # ---- Waiting ----
 
     def _wait(self, what: str, ready: Callable[[], _T | None]) -> _T:
-        began = time.monotonic()
-        notice = began + _FIRST_NOTICE_SECONDS
-        interrupts = interrupt.count()
+        wait = self.begin_wait(what)
         while True:
             with self._changed:
                 while (result := ready()) is None:
-                    if self._error is not None:
-                        raise type(self._error)(str(self._error))
-                    if self._closed:
-                        raise FeedClosedError(f"feed {self._identity.feed!r} was closed while it waited for {what}")
-                    if interrupt.count() != interrupts:
-                        raise FeedInterrupted(f"feed {self._identity.feed!r}: Ctrl-C while waiting for {what}")
-                    if time.monotonic() >= notice:
+                    wait.raise_what_ends_it()
+                    if wait.notice_due:
                         break
                     self._changed.wait(_POLL_SECONDS)
                 else:
                     return result
-                doing = self._doing
-                connected = self._welcome is not None and doing == ""
-            status = self.status(_POLL_SECONDS) if connected else None
-            reason = status.waiting_for if status is not None else doing or "the producer, which does not answer"
-            _LOG.warning(
-                "feed %r: rank %d has waited %.0f s for %s; it waits for %s",
-                self._identity.feed,
-                self._identity.rank,
-                time.monotonic() - began,
-                what,
-                reason,
-            )
-            notice = time.monotonic() + _NOTICE_SECONDS
+            wait.give_notice()
+
+    def begin_wait(self, what: str, seconds: float = 0.0) -> Wait:
+        """Somebody waits for `what`, for so many seconds by now, and will ask the wait whether it is worth it."""
+        return Wait(self, what, seconds)
+
+    def renew(self) -> None:
+        """The data socket is broken: ends the conversation that it belongs to, so that another begins at once."""
+        with self._changed:
+            # Else another is about to begin, and will bring a data socket of its own.
+            call = self._call if self._outgoing is not None else None
+        if call is not None:
+            call.cancel()
+
+    def _recent_progress(self) -> tuple[Position, dict[int, int]]:
+        _, acknowledged, trained = self._progress()
+        return acknowledged, _recent(trained, acknowledged)
 
     # ---- Sending (with the lock held) ----
 
@@ -382,8 +426,7 @@ class Connection:
             return
         _, acknowledged, trained = self._progress()
         if not all_epochs:
-            recent = range(acknowledged.epoch - 1, acknowledged.epoch + 2)
-            trained = {epoch: trained[epoch] for epoch in recent if epoch in trained}
+            trained = _recent(trained, acknowledged)
         pulled = Position(0, 0)
         if reader is not None:
             first = reader.items[0] if reader.items else None
@@ -433,7 +476,7 @@ class Connection:
                     return
                 self._pause(_STORE_POLL_SECONDS)
                 continue
-            where = f"{address.host}:{address.port}"
+            self._where, where = address, f"{address.host}:{address.port}"
             self._seen = self._seen or time.monotonic()
             self._doing = f"the producer at {where} to answer"
             try:
@@ -467,6 +510,8 @@ class Connection:
         with self._changed:
             self._error = error
             self._changed.notify_all()
+        if self._stream is not None:
+            self._stream.alert()
 
     def _converse(self, where: str) -> None:
         """Talks with the producer until the stream ends."""
@@ -480,7 +525,7 @@ class Connection:
             call: Any = attend(iter(outgoing.get, None))
             self._call = call
             try:
-                self._prove(call, outgoing)
+                self._nonces = self._prove(call, outgoing)
                 for message in call:
                     self._seen = time.monotonic()
                     self._hear(message, outgoing)
@@ -495,7 +540,8 @@ class Connection:
                 outgoing.put(None)
                 call.cancel()
 
-    def _prove(self, call: Iterator[feed_pb2.ProducerMessage], outgoing: queue.SimpleQueue[Any]) -> None:
+    def _prove(self, call: Iterator[feed_pb2.ProducerMessage], outgoing: queue.SimpleQueue[Any]) -> tuple[bytes, bytes]:
+        """Returns both nonces of this conversation."""
         me, nonce = self._identity, auth.new_nonce()
         hello = feed_pb2.Hello(protocol=wire.PROTOCOL, feed=me.feed, rank=me.rank, nonce=nonce)
         outgoing.put(feed_pb2.RankMessage(hello=hello))
@@ -507,6 +553,7 @@ class Connection:
                 f"feed {me.feed!r}: what listens there does not know this job's token, so it is not this job's "
                 f"producer, or {auth.TOKEN_VARIABLE} differs from rank to rank"
             )
+        self._settle()
         segment, acknowledged, _ = self._progress()
         proof = feed_pb2.Proof(
             proof=auth.prove(me.token, "rank", *conversation),
@@ -517,6 +564,7 @@ class Connection:
             proof.segment.CopyFrom(wire.segment_message(segment))
         self._doing = "the producer to build its pipeline (dataset_fn)"
         outgoing.put(feed_pb2.RankMessage(proof=proof))
+        return nonce, message.challenge.nonce
 
     def _raise_failure(self, message: feed_pb2.ProducerMessage) -> None:
         if message.WhichOneof("kind") == "failure":
@@ -527,6 +575,8 @@ class Connection:
         kind = message.WhichOneof("kind")
         if kind == "failure" and self._outgoing is None:
             self._raise_failure(message)
+        if kind == "welcome":
+            self._connect_stream(message.welcome)
         with self._changed:
             if kind == "welcome":
                 self._let_in(message.welcome, outgoing)
@@ -557,6 +607,43 @@ class Connection:
                 else:
                     self._error = error
             self._changed.notify_all()
+        if self._error is not None and self._stream is not None:
+            self._stream.alert()
+
+    def _connect_stream(self, welcome: feed_pb2.Welcome) -> None:
+        """Connects to the data socket, if steps are to come over it.
+
+        Raises:
+            FeedError: The user asked for what can't be, or the producer is another one than it was.
+            grpc.RpcError: It could be the next time.
+        """
+        me, first = self._identity, self._welcome is None
+        if first and self._open_stream is not None and welcome.data:
+            self._stream = self._open_stream()
+        if self._stream is None:
+            if first and me.transport in NATIVE_TRANSPORTS:
+                why = "it does not run the native engine" if not welcome.data else "this rank has not the native engine"
+                raise FeedError(f"feed {me.feed!r}: transport={me.transport!r} is not to be had of the producer: {why}")
+            return
+        if not welcome.data:
+            raise ProducerError(f"feed {me.feed!r}: the restarted producer does not run the native engine")
+        assert self._where is not None
+        addresses = data_addresses(welcome.data, self._where.host, me.transport)
+        proofs = auth.data_proofs(me.token, me.feed, me.rank, self._nonces)
+        try:
+            way = self._stream.connect(addresses, me.rank, proofs)
+        except ConnectionError as error:
+            if not first:
+                raise grpc.RpcError(f"its data socket: {error}") from None
+            if me.transport in NATIVE_TRANSPORTS:
+                raise FeedError(f"feed {me.feed!r}: transport={me.transport!r} does not work: {error}") from None
+            _LOG.warning("feed %r: rank %d gets its steps over gRPC, which is slower: %s", me.feed, me.rank, error)
+            self._stream.close()
+            self._stream = None
+            return
+        if way != self._way:
+            _LOG.info("feed %r: rank %d gets its steps over %s", me.feed, me.rank, way)
+            self._way = way
 
     def _let_in(self, welcome: feed_pb2.Welcome, outgoing: queue.SimpleQueue[Any]) -> None:
         if self._elements is None:
@@ -606,6 +693,68 @@ class Connection:
             reader.left = None
             reader.block = None
             reader.next = Position(position.epoch, position.step + 1)
+
+
+class Wait:
+    """A wait for something of a producer: says why it is given up, and, when it is long, what it waits for.
+
+    Args:
+        connection: To the producer.
+        what: What is waited for, in words.
+        seconds: For how long, by now.
+    """
+
+    def __init__(self, connection: Connection, what: str, seconds: float):
+        self._connection = connection
+        self._what = what
+        self._began = time.monotonic() - seconds
+        self._notice = self._began + _FIRST_NOTICE_SECONDS
+        self._interrupts = interrupt.count()
+
+    def check(self) -> None:
+        """Raises what ends the wait, if something does, and gives notice if that is due."""
+        self.raise_what_ends_it()
+        if self.notice_due:
+            self.give_notice()
+
+    def raise_what_ends_it(self, interrupted: bool = False) -> None:
+        """Raises the `FeedError` that ends the wait, if there is one."""
+        connection = self._connection
+        feed = connection._identity.feed
+        if connection._error is not None:
+            raise type(connection._error)(str(connection._error))
+        if connection._closed:
+            raise FeedClosedError(f"feed {feed!r} was closed while it waited for {self._what}")
+        if interrupted or interrupt.count() != self._interrupts:
+            raise FeedInterrupted(f"feed {feed!r}: Ctrl-C while waiting for {self._what}")
+
+    @property
+    def notice_due(self) -> bool:
+        """Whether it has waited so long that the user should know."""
+        return time.monotonic() >= self._notice
+
+    def give_notice(self) -> None:
+        """Logs what it waits for. Not to be called with the connection's lock held."""
+        connection, now = self._connection, time.monotonic()
+        doing = connection._doing
+        connected = connection._welcome is not None and doing == ""
+        status = connection.status(_POLL_SECONDS) if connected else None
+        reason = status.waiting_for if status is not None else doing or "the producer, which does not answer"
+        _LOG.warning(
+            "feed %r: rank %d has waited %.0f s for %s; it waits for %s",
+            connection._identity.feed,
+            connection._identity.rank,
+            now - self._began,
+            self._what,
+            reason,
+        )
+        self._notice = time.monotonic() + _NOTICE_SECONDS
+
+
+def _recent(trained: dict[int, int], acknowledged: Position) -> dict[int, int]:
+    """Returns the counts that may have changed since they were said last."""
+    recent = range(acknowledged.epoch - 1, acknowledged.epoch + 2)
+    return {epoch: trained[epoch] for epoch in recent if epoch in trained}
 
 
 def _next(call: Iterator[feed_pb2.ProducerMessage]) -> feed_pb2.ProducerMessage:

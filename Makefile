@@ -8,7 +8,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 
 KERAS_ENVS := keras2 keras3
-ALL_ENVS := $(KERAS_ENVS) protobuf7
+ALL_ENVS := $(KERAS_ENVS) tf221 protobuf7
 
 # ENV and ARGS count only on make's command line: a machine may have variables of these names for other purposes.
 ifneq ($(origin ENV),command line)
@@ -40,17 +40,19 @@ FIND_CXX := find . \( -name '.?*' -o -name build -o -name dist \) -prune -o \
 help: ## this list
 	@awk -F ':[^#]*## ' '/^[a-z0-9-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
 	echo
-	echo 'make test ENV=keras3         pytest in that environment only (keras2, keras3, protobuf7), no lint'
+	echo 'make test ENV=keras3         pytest in that environment only (keras2, keras3, tf221, protobuf7), no lint'
 	echo 'make test ARGS="-k window"   with these arguments for pytest, in keras2 and keras3 (or ENV), no lint'
 	echo 'make demo NP=3 ARGS="..."     another number of ranks, arguments for the script'
 	echo 'make resume-check ENV=keras3 ARGS="--seed 1"   in that environment only, arguments for the script'
+	echo 'make bench ENV=keras3 ARGS="--ranks 2"   in that environment, arguments for the suite; so the other bench-...'
 	echo 'PYTHON=/path/to/python3.11 names the Python for new environments; `rm -r .venvs` removes all of them.'
 
 # --- environments -----------------------------------------------------------------------------------------------------
 
-.PHONY: env-keras2 env-keras3 env-protobuf7
+.PHONY: env-keras2 env-keras3 env-tf221 env-protobuf7
 env-keras2: .venvs/keras2/.stamps/project ## TensorFlow 2.15, Keras 2, Horovod; lint, mypy and protoc are here too
 env-keras3: .venvs/keras3/.stamps/project ## TensorFlow 2.18, Keras 3, Horovod
+env-tf221: .venvs/tf221/.stamps/project ## TensorFlow 2.21, Keras 3, no Horovod
 env-protobuf7: .venvs/protobuf7/.stamps/packages ## Protobuf 7, gRPC and pytest only
 
 # Shell: with $venv set, make sure that a Python 3.11 environment is there.
@@ -81,12 +83,14 @@ define install_packages
 $(make_venv)
 echo "== $$venv: packages of $(filter requirements/%,$^)"
 "$$venv/bin/python" -m pip install --quiet --no-deps $(patsubst %,-r %,$(filter requirements/%,$^))
+# The project asks for tensorflow, which tensorflow-cpu is not for pip. It is installed anew after this.
+[ $* != tf221 ] || "$$venv/bin/python" -m pip uninstall -qq --yes kerasfeed
 "$$venv/bin/python" -m pip check
 mkdir -p $(@D)
 touch $@
 endef
 
-$(KERAS_ENVS:%=.venvs/%/.stamps/packages): .venvs/%/.stamps/packages: requirements/%.txt requirements/build.txt
+$(patsubst %,.venvs/%/.stamps/packages,$(KERAS_ENVS) tf221): .venvs/%/.stamps/packages: requirements/%.txt requirements/build.txt
 	$(install_packages)
 
 .venvs/protobuf7/.stamps/packages: .venvs/%/.stamps/packages: requirements/%.txt
@@ -113,11 +117,25 @@ $(KERAS_ENVS:%=.venvs/%/.stamps/horovod): .venvs/%/.stamps/horovod: .venvs/%/.st
 	horovod_works
 	echo "$$built_for" > $@
 
+define install_project
+@.venvs/$*/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
+touch $@
+endef
+
 $(KERAS_ENVS:%=.venvs/%/.stamps/project): .venvs/%/.stamps/project: .venvs/%/.stamps/horovod setup.py pyproject.toml
-	@.venvs/$*/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
-	touch $@
+	$(install_project)
+
+.venvs/tf221/.stamps/project: .venvs/%/.stamps/project: .venvs/%/.stamps/packages setup.py pyproject.toml
+	$(install_project)
+
+# What only `make bench` needs: its plot.
+$(KERAS_ENVS:%=.venvs/%/.stamps/bench): .venvs/%/.stamps/bench: requirements/bench.txt .venvs/%/.stamps/project
+	$(install_packages)
 
 # --- tests and lint ---------------------------------------------------------------------------------------------------
+
+# What a newer TensorFlow may break: the native engine, and how Keras takes what it feeds.
+TF221_TESTS := tests/tf221 $(wildcard tests/unit/test_native_*.py) tests/integration/test_fit.py
 
 TEST_ENVS := $(or $(ENV),$(if $(ARGS),$(KERAS_ENVS),$(ALL_ENVS)))
 
@@ -139,33 +157,84 @@ if (($${#lint_failed[@]})); then printf 'lint: %s failed\n' "$${lint_failed[@]}"
 }
 endef
 
+# Shell: builds the native engine for the TensorFlow of $$env, if it is not built yet. Where it can't be, its tests say so.
+build_engine = .venvs/$$env/bin/python -c 'from kerasfeed.native import build; build.library()' || true
+
 .PHONY: test
 test: $(TEST_ENVS:%=env-%) ## all tests in all environments, then lint; runs on after a failure
 	@$(lint_function)
 	failed=() jobs=()
 	mkdir -p .build
 	trap 'kill "$${jobs[@]}" 2>/dev/null || true' EXIT
-	# Side by side: much of a run is waiting for processes to start. The first one's output is shown as it comes.
-	for env in $(TEST_ENVS); do
+	# Before tests with timeouts need it.
+	for env in $(filter-out protobuf7,$(TEST_ENVS)); do $(build_engine); done
+	run() {  # the tests of one environment
+	  local env=$$1 options=()
 	  : >".build/pytest-$$env.log"  # the reader below must not see the last run's
-	  options=()
 	  # No project settings, no conftest.py from above: those are for environments with TensorFlow and the plug-ins.
 	  if [ "$$env" = protobuf7 ]; then
 	    options=(-c /dev/null --rootdir . --confcutdir tests/protobuf7 -p no:cacheprovider tests/protobuf7)
+	  elif [ "$$env" = tf221 ]; then
+	    options=($(TF221_TESTS))
 	  fi
 	  PATH="$$PWD/.venvs/$$env/bin:$$PATH" $(NO_MAKE) .venvs/$$env/bin/python -m pytest "$${options[@]}" $(ARGS) \
 	    >".build/pytest-$$env.log" 2>&1 </dev/null & jobs+=($$!)
-	done
-	$(if $(ENV)$(ARGS),,lint >.build/lint.log 2>&1 & lint_job=$$!)
-	for env in $(TEST_ENVS); do
-	  echo "== pytest in $$env"
-	  tail -n +1 -f --pid="$${jobs[0]}" ".build/pytest-$$env.log"
-	  wait "$${jobs[0]}" || failed+=("$$env")
+	}
+	show() {  # what the first job prints, as it prints it
+	  echo "== pytest in $$1"
+	  tail -n +1 -f --pid="$${jobs[0]}" ".build/pytest-$$1.log"
+	  wait "$${jobs[0]}" || failed+=("$$1")
 	  jobs=("$${jobs[@]:1}")
-	done
+	}
+	$(if $(ENV)$(ARGS),,lint >.build/lint.log 2>&1 & lint_job=$$!)
+	# Side by side: much of a run is waiting for processes to start. Compilers and sanitizers come when that is over.
+	for env in $(filter-out tf221,$(TEST_ENVS)); do run "$$env"; done
+	for env in $(filter-out tf221,$(TEST_ENVS)); do show "$$env"; done
+	for env in $(filter tf221,$(TEST_ENVS)); do run "$$env"; done
+	$(if $(ENV)$(ARGS),,echo "== native"; $(NO_MAKE) $(MAKE) --no-print-directory -k test-native test-ops || failed+=(native))
+	for env in $(filter tf221,$(TEST_ENVS)); do show "$$env"; done
 	$(if $(ENV)$(ARGS),,echo "== lint"; wait "$$lint_job" || failed+=(lint); cat .build/lint.log)
 	if (($${#failed[@]})); then echo "make test: failed: $${failed[*]}" >&2; exit 1; fi
-	echo "make test: passed: $(TEST_ENVS)$(if $(ENV)$(ARGS),, lint)"
+	echo "make test: passed: $(TEST_ENVS)$(if $(ENV)$(ARGS),, native lint)"
+
+# The engine's core and its tests, compiled once for each sanitizer.
+NATIVE_SOURCES := $(wildcard kerasfeed/native/core/*.cc tests/native/*.cc)
+NATIVE_FLAGS := -std=c++17 -O1 -g -pthread -Wall -Wextra -Werror -Ikerasfeed/native -Itests/native
+NATIVE_SANITIZERS := address,undefined thread
+NATIVE_TESTS := $(NATIVE_SANITIZERS:%=.build/native/%/all-tests)
+
+.PHONY: test-native
+test-native: $(NATIVE_TESTS) ## the native engine's core, under AddressSanitizer, UndefinedBehaviorSanitizer, ThreadSanitizer
+	@failed=()
+	for sanitizer in $(NATIVE_SANITIZERS); do
+	  echo "== $$sanitizer"
+	  .build/native/$$sanitizer/all-tests $(ARGS) || failed+=("$$sanitizer")
+	done
+	if (($${#failed[@]})); then echo "make test-native: failed: $${failed[*]}" >&2; exit 1; fi
+
+define native_rules
+.build/native/$(1)/%.o: %.cc
+	@mkdir -p $$(@D)
+	$$(or $$(CXX),g++) $$(NATIVE_FLAGS) -fsanitize=$(1) -fno-sanitize-recover=all -MMD -c $$< -o $$@
+.build/native/$(1)/all-tests: $(NATIVE_SOURCES:%.cc=.build/native/$(1)/%.o)
+	@$$(or $$(CXX),g++) -pthread -fsanitize=$(1) $$^ -o $$@
+-include $(NATIVE_SOURCES:%.cc=.build/native/$(1)/%.d)
+endef
+$(foreach sanitizer,$(NATIVE_SANITIZERS),$(eval $(call native_rules,$(sanitizer))))
+
+# The whole engine under AddressSanitizer, in a Python and a TensorFlow that know nothing of it: so it comes first, with
+# the library whose exceptions it watches. Leaks are Python's by the thousand.
+OPS_ENV := $(or $(filter keras2 keras3 tf221,$(ENV)),keras3)
+OPS_TESTS := tests/unit/test_native_ops.py
+
+.PHONY: test-ops
+test-ops: env-$(OPS_ENV) ## the native engine's TensorFlow ops, under AddressSanitizer
+	@export KERASFEED_ENGINE=native KERASFEED_SANITIZE=address KERASFEED_CACHE="$$PWD/.build/sanitized"
+	echo "== ops"
+	python=.venvs/$(OPS_ENV)/bin/python
+	"$$python" -c 'from kerasfeed.native import build; build.library()'
+	LD_PRELOAD="$$($(or $(CXX),g++) -print-file-name=libasan.so) $$($(or $(CXX),g++) -print-file-name=libstdc++.so.6)" \
+	  ASAN_OPTIONS=detect_leaks=0 $(NO_MAKE) "$$python" -m pytest -p no:cacheprovider $(OPS_TESTS) $(ARGS)
 
 .PHONY: lint
 lint: .venvs/keras2/.stamps/packages ## ruff, mypy --strict, clang-format: says what is wrong, changes nothing
@@ -190,28 +259,36 @@ demo: $(if $(filter keras2,$(DEMO_ENV)),env-keras2) ## train examples/digits.py 
 	PATH="$$bin:$$PATH" $(NO_MAKE) "$$bin/horovodrun" --gloo -np $(NP) "$$bin/python" examples/digits.py $(ARGS) |
 	  sed -u 's/^\[0\]<stdout>://'  # what rank 0 prints, as it prints it
 
+ENGINES := $(or $(ENGINE),native python)
 RESUME_ENVS := $(filter $(KERAS_ENVS),$(or $(ENV),$(KERAS_ENVS)))
 
 .PHONY: resume-check
-resume-check: $(RESUME_ENVS:%=env-%) ## kill a training again and again: it must end with the same bits (3 to 4 minutes for each environment)
+resume-check: $(RESUME_ENVS:%=env-%) ## kill a training again and again: it must end with the same bits (3 minutes for each environment and engine)
 	@$(if $(RESUME_ENVS),,echo "make resume-check: ENV=$(ENV): expected one of $(KERAS_ENVS)" >&2; exit 1)
 	failed=()
 	for env in $(RESUME_ENVS); do
-	  echo "== resume-check in $$env"
-	  $(NO_MAKE) ".venvs/$$env/bin/python" benchmarks/resume_check.py $(ARGS) || failed+=("$$env")
+	  for engine in $(ENGINES); do
+	    echo "== resume-check in $$env, with the $$engine engine"
+	    KERASFEED_ENGINE="$$engine" $(NO_MAKE) ".venvs/$$env/bin/python" benchmarks/resume_check.py $(ARGS) ||
+	      failed+=("$$env/$$engine")
+	  done
 	done
 	if (($${#failed[@]})); then echo "make resume-check: failed: $${failed[*]}" >&2; exit 1; fi
 
 BENCH_ENV := $(or $(ENV),keras2)
 
-.PHONY: bench bench-digests
-bench: BENCHMARK := backup_cost.py
-bench: $(filter env-keras%,env-$(BENCH_ENV)) ## what a backup adds to Keras's own saving of weights
-bench-digests: BENCHMARK := digest_cost.py
+.PHONY: bench bench-memory bench-backup bench-digests
+bench: BENCHMARK := -m benchmarks.suite
+bench: $(patsubst %,.venvs/%/.stamps/bench,$(filter $(KERAS_ENVS),$(BENCH_ENV))) ## feed ranks by kerasfeed and by what else there is, into benchmarks/results/ (under 15 minutes)
+bench-memory: BENCHMARK := benchmarks/memory_growth.py
+bench-memory: $(filter env-keras%,env-$(BENCH_ENV)) ## whether memory grows over 100,000 elements of varied size
+bench-backup: BENCHMARK := benchmarks/backup_cost.py
+bench-backup: $(filter env-keras%,env-$(BENCH_ENV)) ## what a backup adds to Keras's own saving of weights
+bench-digests: BENCHMARK := benchmarks/digest_cost.py
 bench-digests: $(filter env-keras%,env-$(BENCH_ENV)) ## what the digest of an element costs, beside copying the element
-bench bench-digests:
+bench bench-memory bench-backup bench-digests:
 	@$(if $(filter $(KERAS_ENVS),$(BENCH_ENV)),,echo "make $@: ENV=$(ENV): expected one of $(KERAS_ENVS)" >&2; exit 1)
-	$(NO_MAKE) ".venvs/$(BENCH_ENV)/bin/python" benchmarks/$(BENCHMARK) $(ARGS)
+	PATH="$$PWD/.venvs/$(BENCH_ENV)/bin:$$PATH" $(NO_MAKE) ".venvs/$(BENCH_ENV)/bin/python" $(BENCHMARK) $(ARGS)
 
 .PHONY: proto
 proto: .venvs/keras2/.stamps/packages ## generate kerasfeed/proto/feed_pb2.py and .pyi from feed.proto

@@ -118,7 +118,20 @@ def test_nothing_unpickles_but_the_producers_own_pipe() -> None:
 
 def test_makefile_has_its_targets() -> None:
     text = (ROOT / "Makefile").read_text()
-    for target in ("help", "env-keras2", "env-keras3", "test", "lint", "format", "demo", "proto", "clean"):
+    for target in (
+        "help",
+        "env-keras2",
+        "env-keras3",
+        "env-tf221",
+        "test",
+        "test-native",
+        "test-ops",
+        "lint",
+        "format",
+        "demo",
+        "proto",
+        "clean",
+    ):
         assert re.search(rf"^(.* )?{target}( .*)?:( |$)", text, re.MULTILINE), target
     assert "make test" in (ROOT / ".ci" / "run").read_text()
 

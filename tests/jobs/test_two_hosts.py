@@ -6,6 +6,7 @@ import os
 import pathlib
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,7 @@ from horovod_job import BIN, SCRIPTS, Job
 pytestmark = pytest.mark.once("keras2")
 
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
+PULLED_SECONDS = 5.0
 TOKEN = "what both of the hosts know"
 
 
@@ -61,6 +63,35 @@ def test_producer_listens_on_the_interface_between_the_hosts(hosts: list[str], t
     for producer in range(2):
         (listens,) = job.reports(f"listens {producer}")
         assert listens["rank"] == producer
-        assert [address.removeprefix("::ffff:") for address in listens["addresses"]] == [ADDRESSES[producer]]
+        assert {address.removeprefix("::ffff:") for address in listens["addresses"]} == {ADDRESSES[producer]}
         for rank, report in enumerate(job.by_rank(f"stream {producer}", 2)):
             assert report["elements"] == list(range(rank, 100, 2))
+            # They share no memory, though a rank and its producer do.
+            assert report["way"] == ("shared memory" if rank == producer else "TCP")
+
+
+def test_a_cable_that_is_pulled_for_a_while_costs_time_and_nothing_else(
+    hosts: list[str], tmp_path: pathlib.Path
+) -> None:
+    script = [str(BIN / "python"), str(SCRIPTS / "pulled_cable.py")]
+    named = [["unshare", "--uts", "sh", "-c", f'hostname {host} && exec "$@"', "sh", *script] for host in hosts]
+    common = {"KERASFEED_TEST_SIZE": "2", "KERASFEED_TOKEN": TOKEN}
+    env = [{**common, "KERASFEED_TEST_RANK": str(rank), "HOROVOD_GLOO_IFACE": host} for rank, host in enumerate(hosts)]
+    commands = [["ip", "netns", "exec", host, *command] for host, command in zip(hosts, named, strict=True)]
+    job = Job(commands, tmp_path, env)
+    try:
+        job.wait_for("before", 2)
+        run("ip", "-n", hosts[0], "link", "set", hosts[0], "down")
+        (tmp_path / "told-pulled").touch()
+        time.sleep(PULLED_SECONDS)
+        run("ip", "-n", hosts[0], "link", "set", hosts[0], "up")
+        job.succeed()
+    finally:
+        job.end()
+    names = {report["host"] for report in job.by_rank("before", 2)}
+    assert names == set(hosts)
+    near, far = job.by_rank("stream", 2)
+    assert (near["way"], far["way"]) == ("shared memory", "TCP")
+    assert (near["elements"], far["elements"]) == (list(range(0, 100, 2)), list(range(1, 100, 2)))
+    # It was in need of what could not come.
+    assert far["longest"] >= PULLED_SECONDS / 2

@@ -58,6 +58,7 @@ MESSAGES = {
         "elements": -1,
         "fingerprint": "ab12",
         "foreseen": "cd34",
+        "data": ["unix:ab12", "tcp:4711"],
     },
     "Component": {"shape": [0, 2**33, 3], "offset": 64, "length": 12},
     "Chunk": {

@@ -93,3 +93,28 @@ def test_a_short_token_is_refused_without_being_shown(monkeypatch, value):
     ) as raised:
         auth.token_from_environment()
     assert not value or value not in str(raised.value)
+
+
+# ---- On the data socket ----
+
+NONCES = (b"r" * auth.NONCE_BYTES, b"p" * auth.NONCE_BYTES)
+
+
+def test_what_is_said_on_the_data_socket_is_said_nowhere_else():
+    token, feed, rank = CONVERSATION["token"], "train", 1
+    said = [auth.prove(token, role, feed, rank, *NONCES) for role in ("rank", "producer")]
+    # Neither side's words serve the other one, or the other socket.
+    assert len({*said, *auth.data_proofs(token, feed, rank, NONCES)}) == 4
+
+
+@pytest.mark.parametrize("field", ["token", "feed", "rank", "rank_nonce", "producer_nonce"])
+def test_both_proofs_of_the_data_socket_depend_on_every_field(field):
+    def proofs(token, feed, rank, rank_nonce, producer_nonce, role):
+        return auth.data_proofs(token, feed, rank, (rank_nonce, producer_nonce))
+
+    others = proofs(**{**CONVERSATION, field: OTHER[field]})
+    assert not set(others) & set(proofs(**CONVERSATION))
+
+
+def test_both_sides_come_to_the_same_proofs():
+    assert auth.data_proofs(b"t", "f", 0, NONCES) == auth.data_proofs(b"t", "f", 0, NONCES)

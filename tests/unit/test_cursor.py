@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -482,3 +484,61 @@ class TestAFitNeitherSkipsNorDoublesAStep(BoundCursor.TestCase):
 
 class TestLoopsTakeOneEpochEach(FreeCursor.TestCase):
     pass
+
+
+# ---- Several steps at once ----
+
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("pull"), st.integers(0, 7)),
+        st.tuples(st.just("acknowledge"), st.integers(0, 9)),
+        st.tuples(st.sampled_from(["open", "end", "bind", "bind through", "unbind", "begin epoch"]), st.just(0)),
+    ),
+    max_size=20,
+)
+
+
+@given(actions=actions, epoch_steps=st.sampled_from([None, 4, 7]))
+def test_several_steps_at_once_count_as_one_by_one(actions, epoch_steps):
+    """However iterators were opened before, and whatever was acknowledged in between."""
+    at_once = Cursor("train")
+    at_once.epoch_steps = epoch_steps
+    one_by_one = copy.deepcopy(at_once)
+    both = (at_once, one_by_one)
+    tickets = [cursor.open() for cursor in both]
+    at = tickets[0].start
+    for action, number in actions:
+        if action == "pull":
+            # Steps of one epoch, none behind its last one.
+            count = number if epoch_steps is None else max(0, min(number, epoch_steps - at.step))
+            at_once.note_steps(tickets[0], at, count)
+            for step in range(at.step, at.step + count):
+                one_by_one.note_step(tickets[1], Position(at.epoch, step))
+            at = Position(at.epoch, at.step + count)
+        elif action == "end":
+            for cursor, ticket in zip(both, tickets, strict=True):
+                cursor.note_end(ticket, at.epoch)
+            at = Position(at.epoch + 1, 0)
+        elif action == "acknowledge":
+            assert at_once.acknowledge(number) == one_by_one.acknowledge(number)
+        elif action == "begin epoch":
+            for cursor in both:
+                cursor.begin_epoch()
+        else:
+            for cursor in both:
+                if action.startswith("bind"):
+                    cursor.bind(cursor.acknowledged, action == "bind through")
+                elif action == "unbind":
+                    cursor.unbind()
+            tickets = [cursor.open() for cursor in both]
+            at = tickets[0].start
+        assert tickets[0] == tickets[1]
+        assert vars(at_once) == vars(one_by_one)
+
+
+def test_steps_of_an_iterator_that_lost_its_place_are_refused():
+    cursor = Cursor("train")
+    ticket = cursor.open()
+    cursor.open()
+    with pytest.raises(FeedClosedError):
+        cursor.note_steps(ticket, START, 0)

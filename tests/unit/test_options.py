@@ -35,8 +35,7 @@ def make(request):
         ("policy", None),
         ("remainder", "pad"),
         ("remainder", "keep"),
-        ("transport", "shm"),
-        ("transport", "tcp"),
+        ("transport", "rdma"),
     ],
 )
 def test_what_is_not_supported_yet_is_refused_by_name(make, argument, value):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kerasfeed.producer.digest import Journal
+from kerasfeed.producer.digest import Digester, Journal
 from kerasfeed.producer.verifier import Mismatch, Verifier
 from kerasfeed.spec import Component, EncodedElement
 
@@ -22,7 +22,7 @@ def verifier(restored: str | None = None, full: bool = False) -> Iterator[Verifi
     fd = Journal.create("test", 100)
     try:
         place, before = (None, {}) if restored is None else ((0, ELEMENTS), {0: restored})
-        yield Verifier(b"spec", Journal(fd), place, before, full)
+        yield Verifier(Digester(b"spec", full), Journal(fd), place, before, full)
     finally:
         os.close(fd)
 

@@ -1,7 +1,7 @@
 """The window between pump and ranks, alone: all elements come in order, nobody waits for ever, memory is bounded.
 
-Most tests run in one thread: every wait of the window raises `WouldBlock`, so that "nothing more can happen now" is a
-fact, not a guess about time. Elements are integers that name their pass and index.
+Each test runs with the reference and with the engine in C++. Most run in one thread: every wait of the window raises
+`WouldBlock`. Elements are integers that name their pass and index.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ import functools
 import threading
 import types
 
+import engines
 import numpy as np
 import pytest
 import tensorflow as tf
+from engines import ENGINES, Waits, WouldBlock, held
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kerasfeed import spec as spec_lib
-from kerasfeed.producer import window as window_module
+from kerasfeed.native import window as native
+from kerasfeed.producer import window as reference
 from kerasfeed.producer.window import (
     NO_LAST_EPOCH,
     BindError,
@@ -31,7 +34,6 @@ from kerasfeed.producer.window import (
     Pause,
     Produce,
     Seek,
-    Window,
 )
 from kerasfeed.schedule import Position, Segment
 
@@ -41,26 +43,22 @@ PLENTY = 1 << 30
 PASS = 1_000_000
 
 
-class WouldBlock(Exception):
-    """A wait of the window: there is nothing to do or to get now."""
+class Engine:
+    """Which of the two windows is tested now."""
+
+    name = ENGINES[0]
 
 
-class Waits(threading.Condition):
-    """A condition whose waits are real in tests with threads only."""
-
-    real = False
-
-    def wait(self, timeout=None):
-        if not Waits.real:
-            raise WouldBlock
-        return super().wait(timeout)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _waits():
+@pytest.fixture(autouse=True, scope="module", params=ENGINES)
+def _engine(request):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(window_module, "threading", types.SimpleNamespace(RLock=threading.RLock, Condition=Waits))
+        patch.setattr(reference, "threading", types.SimpleNamespace(RLock=threading.RLock, Condition=Waits))
+        patch.setattr(Engine, "name", request.param)
         yield
+
+
+def new_window(*args, **options):
+    return engines.new_window(Engine.name, *args, **options)
 
 
 class Clock:
@@ -218,7 +216,7 @@ class Feed:
         self.completed = 0
         rank_options = {name: options.pop(name) for name in ("credit", "through_epochs") if name in options}
         fails_at, make = options.pop("fails_at", None), options.pop("make", encoded)
-        self.window = Window(
+        self.window = new_window(
             size,
             prefetch,
             max_bytes,
@@ -255,7 +253,7 @@ class Feed:
             assert self.pump.work()
         except WouldBlock:
             return False
-        self.most_bytes = max(self.most_bytes, self.window._bytes)
+        self.most_bytes = max(self.most_bytes, held(self.window)[0])
         return True
 
     def pump_all(self, most=100_000):
@@ -558,14 +556,36 @@ def test_a_step_that_left_memory_is_regained_by_going_back():
     assert feed.pump.produced.count((0, 0)) == 2
 
 
+@pytest.mark.parametrize("position", [Position(0, 2), Position(1, 2), Position(2, 0)])
+def test_a_step_behind_an_epochs_end_that_left_memory_is_regained_too(position):
+    """Who asks for an end that is known gets it, and then asks for nothing more."""
+    feed = Feed(2, length=100, max_bytes=2 * 16, through_epochs=True, steps_per_epoch=2).start()
+    feed.run_until(lambda rank: len(rank.ends) >= 5)
+    rank = feed.ranks[1]
+    rank.got.clear()
+    rank.read(position)
+    feed.run_until(lambda rank: len(rank.ends) >= 6)
+    first = max(position, Position(position.epoch + position.step // 2, 0))
+    assert sorted(rank.got) == [Position(e, s) for e in range(first.epoch, 6) for s in range(2)]
+
+
+def test_an_end_whose_next_epoch_left_memory_costs_no_production_for_who_wants_the_end_only():
+    feed = Feed(2, length=8, max_bytes=2 * 16).start().run_epochs(5)
+    produced = len(feed.pump.produced)
+    feed.ranks[1].read(Position(1, 4))
+    feed.settle()
+    assert feed.ranks[1].items.pop() == EpochEnd(feed.ranks[1].readers, 1, 4)
+    assert len(feed.pump.produced) == produced
+
+
 def test_what_all_ranks_have_trained_leaves_memory():
     feed = Feed(2, length=40, prefetch=2).start()
     feed.run_until(lambda rank: len(rank.got) >= 10)
-    assert feed.window._bytes >= 10 * 16
+    assert held(feed.window)[0] >= 10 * 16
     feed.ranks[0].acknowledge(Position(0, 10))
-    assert feed.window._bytes >= 10 * 16
+    assert held(feed.window)[0] >= 10 * 16
     feed.ranks[1].acknowledge(Position(0, 8))
-    assert len(feed.window._steps) == feed.window.furthest.step - 8
+    assert held(feed.window)[1] == feed.window.furthest.step - 8
 
 
 def test_a_rank_that_reads_again_from_memory_costs_no_production():
@@ -1054,14 +1074,15 @@ def test_a_wait_for_a_rank_says_that_it_has_to_pull():
 def real_waits(monkeypatch):
     """Real waits, whose polls come too late to help: only a notification can end them in time."""
     monkeypatch.setattr(Waits, "real", True)
-    monkeypatch.setattr(window_module, "_POLL_SECONDS", 1000.0)
+    for module in (reference, native):
+        monkeypatch.setattr(module, "_POLL_SECONDS", 1000.0)
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("room", [1, 100, PLENTY])
 def test_threads_are_woken_whenever_there_is_something_for_them(real_waits, room):
     size, length, epochs = 3, 200, 3
-    window = Window(size, prefetch=3, max_bytes=room, log=lambda text: None)
+    window = new_window(size, prefetch=3, max_bytes=room, log=lambda text: None)
     pump = Pump(window, lambda pass_: length)
     got = [[] for _ in range(size)]
     failures = []
@@ -1100,7 +1121,7 @@ def test_threads_are_woken_whenever_there_is_something_for_them(real_waits, room
 
 @pytest.mark.timeout(30)
 def test_wake_lets_a_waiting_rank_look_at_its_condition(real_waits):
-    window = Window(2, prefetch=2, max_bytes=PLENTY)
+    window = new_window(2, prefetch=2, max_bytes=PLENTY)
     window.attend(0, Position(0, 0), None)
     over = threading.Event()
     looked = threading.Event()
@@ -1116,6 +1137,27 @@ def test_wake_lets_a_waiting_rank_look_at_its_condition(real_waits):
     window.wake(0)
     waiting.join(10.0)
     assert not waiting.is_alive()
+
+
+@pytest.mark.timeout(30)
+def test_who_waits_for_the_ranks_to_leave_has_heard_of_each(real_waits):
+    left = []
+    window = new_window(2, prefetch=2, max_bytes=PLENTY, rank_left=lambda rank, trained: left.append(rank))
+    seen = []
+
+    def wait():
+        window.wait_until_drained()
+        seen.extend(left)
+
+    waiting = threading.Thread(target=wait, name="leave", daemon=True)
+    waiting.start()
+    for rank in range(2):
+        window.attend(rank, START, None)
+    for rank in (1, 0):
+        assert waiting.is_alive()
+        window.leave(rank, "")
+    waiting.join(10.0)
+    assert seen == [1, 0]
 
 
 def test_a_restarted_producer_waits_for_no_rank_that_has_left_before():
@@ -1150,7 +1192,7 @@ def test_what_is_ahead_of_a_position_is_all_up_to_the_pump_and_what_an_epoch_dro
     expected = [place[0] * PASS + place[1] for place in feed.pump.produced]
     for step in range(7 // size + 1):
         assert ahead_of(feed, Position(0, step)) == expected[step * size :]
-    if feed.window._head.epoch:
+    if feed.window.furthest.epoch:
         assert ahead_of(feed, Position(1, 0)) == expected[7:]
 
 
@@ -1168,11 +1210,11 @@ def test_what_has_left_memory_is_not_ahead_of_a_position():
 def test_what_an_epoch_dropped_is_kept_until_it_is_trained():
     feed = Feed(2, length=5, prefetch=100).start()
     feed.run_epochs(1)
-    assert list(feed.window._remainders) == [0]
+    assert held(feed.window)[2] == [0]
     for rank in feed.ranks:
         rank.acknowledge(Position(1, 0))
     feed.run_epochs(2)
-    assert list(feed.window._remainders) == [1]
+    assert held(feed.window)[2] == [1]
 
 
 def test_a_pump_that_is_wanted_goes_where_it_must_first():

@@ -128,7 +128,7 @@ def killed_producer() -> None:
         elements.append(int(element))
         if step in KILLED_STEPS and RANK == 0:
             # Rank 1 does not wait for this one, so that the epoch is soon produced whole.
-            while not feeder.statistics()[0].complete:
+            while not ((epoch := feeder.statistics()[0]).complete and epoch.trained.get(1, 0) > step):
                 time.sleep(0.02)
             os.kill(feeder.session.producer_pid, signal.SIGKILL)
             kills += 1

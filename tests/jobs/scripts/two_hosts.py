@@ -28,7 +28,7 @@ if __name__ == "__main__":
         for element in feeder:
             assert bool(tf.reduce_all(element["x"] == element["id"]))
             elements.append(int(element["id"]))
-        report(f"stream {producer}", elements=elements)
+        report(f"stream {producer}", elements=elements, way=feeder.session.way)
         pid = feeder.session.producer_pid
         if pid is not None:
             listening = [c for c in psutil.Process(pid).net_connections(kind="inet") if c.status == psutil.CONN_LISTEN]

@@ -1,6 +1,6 @@
 """What a backup adds to Keras's own saving of weights, when the feed's state is replayed.
 
-    make bench
+    make bench-backup
 
 Measures, in turn and in one run: `model.save_weights`, and what comes beside it, that is, `feeder.state()`, its bytes,
 and how much longer it takes to write the file that they become a part of (with fsync, as a backup does). The exit code

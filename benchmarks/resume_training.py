@@ -163,7 +163,8 @@ def main() -> None:
 
     network = build_network()
     network.record = Records(folder / f"trained-{hvd.rank()}")
-    feeder = kerasfeed.DataFeeder(dataset_fn, seed=seed, deterministic=True, prefetch=PREFETCH)
+    # Room for two steps: no more of them are ready or sent ahead because they are small.
+    feeder = kerasfeed.DataFeeder(dataset_fn, seed=seed, deterministic=True, prefetch=PREFETCH, max_buffer_bytes=1)
     history = network.fit(
         feeder,
         epochs=EPOCHS,

@@ -58,7 +58,7 @@ class _Options(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in _COUNTS),
         *((name, ctypes.c_double) for name in ("start_timeout", "rank_timeout", "cut_grace", "poll_seconds")),
-        ("own_clock", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("own_clock", "holds_ends")),
     )
 
 
@@ -94,6 +94,7 @@ _CALLS: dict[str, tuple[Any, ...]] = {
     "waiting_for": (NUMBER,),
     "statistics": (),
     "news": (),
+    "reported_epoch_end": (NUMBER,),
     "wait_for_news": (SECONDS,),
     "held": (),
 }
@@ -168,6 +169,7 @@ class Window:
             cut_grace=cut_grace,
             poll_seconds=_POLL_SECONDS,
             own_clock=self._own_clock is not None,
+            holds_ends=True,
         )
         counts, pass_lengths, left = counts or {}, pass_lengths or {}, left or {}
         self.handle, _ = library.make(
@@ -461,6 +463,13 @@ class Window:
             line, text = decoded(text[:length]), text[length:]
             yield self._told(kind, number, count, line, trained)
 
+    def _report_epoch(self, epoch: int, count: EpochCount) -> None:
+        """Ranks get the end of an epoch after this, so that its counts outlive whoever is killed then."""
+        try:
+            self._epoch_ended(epoch, count)
+        finally:
+            self._call("reported_epoch_end", epoch)
+
     def _told(
         self, kind: int, number: int, count: EpochCount, text: str, trained: dict[int, int]
     ) -> Callable[[], None]:
@@ -468,7 +477,7 @@ class Window:
             lambda: self._log(text),
             self._complete,
             lambda: self._pass_ended(number, count.elements),
-            lambda: self._epoch_ended(number, count),
+            lambda: self._report_epoch(number, count),
             lambda: self._rank_left(number, trained),
         )[kind]
 

@@ -176,7 +176,12 @@ TEST(ThreadsGetBlocksThatDoNotOverlap) {
   }
   for (int i = 0; i < 300; ++i) {
     CHECK(pool->GetHeld().reserved_bytes <= kMax);
-    CHECK(MappedBytes() <= kMax);
+    // Read in several parts, so that a piece may be seen where it went and
+    // where a new one came.
+    int64_t mapped = MappedBytes();
+    for (int again = 0; mapped > kMax && again < 10; ++again)
+      mapped = std::min(mapped, MappedBytes());
+    CHECK(mapped <= kMax);
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
   stopped = true;
@@ -332,22 +337,23 @@ TEST(EmptyPiecesAreGivenUpAfterAWhile) {
   CHECK(held.reserved_bytes >= 2 * 2 * kMega);
   blocks.clear();
   CHECK(Eventually([&] { return pool->GetHeld().pieces == 1; }));
-  CHECK(MappedBytes() <= kMega);
+  CHECK(Eventually([&] { return MappedBytes() <= kMega; }));
 }
 
 TEST(AMachineWithoutMemoryIsAnAnswer) {
   std::atomic<int64_t> spare{0};
   PoolOptions options = Options(256 * kMega);
-  options.spare_bytes = [&] { return spare.load(); };
+  // Whoever asks first gets it: what is made ahead finds nothing.
+  options.spare_bytes = [&] { return spare.exchange(0); };
   const auto pool = Pool::Create(options);
   CHECK(!pool->Allocate(100));
   CHECK(!pool->Allocate(10 * kMega));
   CHECK_EQ(pool->GetHeld().reserved_bytes, 0);
   spare = 10 * kMega;
   CHECK(!pool->Allocate(11 * kMega));
+  spare = 10 * kMega;
   auto block = pool->Allocate(10 * kMega);
   CHECK(block != nullptr);
-  spare = 0;
   CHECK(!pool->Allocate(8 * kMega));
   // What is empty here is as good as what the machine has.
   block.reset();
@@ -506,7 +512,11 @@ TEST(WhatIsNoPieceIsRefused) {
   CHECK(!fcntl(empty, F_ADD_SEALS, F_SEAL_SHRINK));
   expect(empty, "expected memory. Received: 0 bytes");
 
-  const auto pool = Pool::Create(Options(64 * kMega));
+  // Room for one piece, and no file to look into: the pool's thread has nothing
+  // open while descriptors are counted.
+  PoolOptions options = Options(kMega);
+  options.spare_bytes = [] { return kMega; };
+  const auto pool = Pool::Create(options);
   const auto block = pool->Allocate(kMega);
   CHECK(!mappings.Add(7, pool->Descriptor(block->piece)));
   expect(pool->Descriptor(block->piece), "expected a new number");

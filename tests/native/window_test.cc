@@ -177,6 +177,36 @@ TEST(ARankThatWasSentAnElementKeepsIt) {
   CHECK_EQ(NumberOf(std::get<Delivery>(*item).element), 0);
 }
 
+TEST(TheEndOfAnEpochIsHeldUntilItIsReported) {
+  WindowOptions options = Options(1);
+  options.holds_ends = true;
+  Window window(options);
+  Pump pump(&window, 1);
+  CHECK(!window.Attend(0, {}, std::nullopt));
+  ReadRequest asking = Asking(1, {});
+  asking.through_epochs = true;
+  window.Read(0, asking);
+  while (const auto work = window.TryWork()) pump.Do(*work);
+  CHECK(std::holds_alternative<Delivery>(*window.TryItem(0)));
+  CHECK(!window.TryItem(0));
+  CHECK(window.WaitingFor(0).find("the end of epoch 0") != std::string::npos);
+  // Of another epoch, or of one that is not held, is no news.
+  window.ReportedEpochEnd(7);
+  CHECK(!window.TryItem(0));
+
+  std::thread reporter([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    window.ReportedEpochEnd(0);
+  });
+  const auto item = window.WaitForItem(0, {});
+  reporter.join();
+  const auto* end = std::get_if<EpochEnd>(&*item);
+  CHECK(end != nullptr);
+  CHECK_EQ(end->epoch, 0);
+  CHECK_EQ(end->steps, 1);
+  CHECK(std::holds_alternative<Delivery>(*window.TryItem(0)));
+}
+
 TEST(ARankThatDoesNotExistIsIgnored) {
   Window window(Options(2));
   for (const int64_t rank : {int64_t{-1}, int64_t{2}, INT64_MAX, INT64_MIN}) {

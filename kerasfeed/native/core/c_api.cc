@@ -161,6 +161,7 @@ KfStatus kf_window_new(const KfOptions* given, const int64_t* segment,
     options.rank_timeout = given->rank_timeout;
     options.cut_grace = given->cut_grace;
     options.poll_seconds = given->poll_seconds;
+    options.holds_ends = given->holds_ends != 0;
     for (int64_t i = 0; i < counts_count; ++i, counts += 5)
       options.counts[counts[0]] =
           EpochCount{counts[1], counts[2], counts[3], counts[4] != 0};
@@ -485,6 +486,11 @@ KfStatus kf_window_news(KfWindow* window, KfReply* reply) {
     }
     return taken.empty() ? kKfNothing : kKfDone;
   });
+}
+
+KfStatus kf_window_reported_epoch_end(KfWindow* window, int64_t epoch,
+                                      KfReply* reply) {
+  return Do(reply, [&] { window->window->ReportedEpochEnd(epoch); });
 }
 
 KfStatus kf_window_wait_for_news(KfWindow* window, double seconds,

@@ -46,6 +46,8 @@ struct KfOptions {
   double poll_seconds;
   // The clock stands still where kf_window_set_clock has put it.
   int32_t own_clock;
+  // No rank gets the end of an epoch before kf_window_reported_epoch_end.
+  int32_t holds_ends;
 };
 
 enum KfWork : int64_t {
@@ -185,6 +187,8 @@ KF_API KfStatus kf_window_statistics(KfWindow* window, KfReply* reply);
 // follow, and for each of those its number and the steps trained. Text: all
 // texts, joined.
 KF_API KfStatus kf_window_news(KfWindow* window, KfReply* reply);
+KF_API KfStatus kf_window_reported_epoch_end(KfWindow* window, int64_t epoch,
+                                             KfReply* reply);
 // See Window::WaitForNews.
 KF_API KfStatus kf_window_wait_for_news(KfWindow* window, double seconds,
                                         KfReply* reply);

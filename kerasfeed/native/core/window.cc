@@ -168,6 +168,7 @@ class Window::State {
         cut_grace(options.cut_grace),
         cardinality(options.cardinality),
         poll_seconds(options.poll_seconds),
+        holds_ends(options.holds_ends),
         clock(options.clock ? std::move(options.clock) : Now),
         counts(std::move(options.counts)),
         pass_lengths(std::move(options.pass_lengths)) {
@@ -201,6 +202,7 @@ class Window::State {
   const double cut_grace;
   const int64_t cardinality;
   const double poll_seconds;
+  const bool holds_ends;
   const std::function<double()> clock;
   std::vector<std::unique_ptr<Rank>> ranks;  // by number, also who has not come
 
@@ -220,6 +222,7 @@ class Window::State {
   std::optional<Position> head;
   std::vector<ElementPtr> partial;
   std::map<int64_t, int64_t> ends;
+  std::multiset<int64_t> held_ends;  // that are not reported yet
   // What an epoch dropped, until all have trained it: with another number of
   // ranks it is not dropped.
   std::map<int64_t, std::vector<ElementPtr>> remainders;
@@ -352,6 +355,7 @@ class Window::State {
     item.kind = News::Kind::kEpochEnded;
     item.number = epoch;
     item.count = count;
+    if (holds_ends) held_ends.insert(epoch);
     Tell(std::move(item));
   }
 
@@ -791,6 +795,7 @@ class Window::State {
     const Position position = rank->next;
     const auto end = Find(ends, position.epoch);
     if (end && position.step >= *end) {
+      if (held_ends.count(position.epoch)) return std::nullopt;
       rank->next = Position{position.epoch + 1, 0};
       rank->at_end = !rank->through_epochs;
       return Item(EpochEnd{*rank->reader, position.epoch, *end});
@@ -817,7 +822,7 @@ class Window::State {
     if (failure) return true;
     if (!rank.reader || rank.at_end || !head || !AllCame()) return false;
     const auto end = Find(ends, rank.next.epoch);
-    if (end && rank.next.step >= *end) return true;
+    if (end && rank.next.step >= *end) return !held_ends.count(rank.next.epoch);
     const Step* step = StepAt(rank.next);
     return step != nullptr &&
            rank.HasCredit(
@@ -1280,6 +1285,9 @@ std::string Window::WaitingFor(int64_t rank) const {
   const Rank* r = s.Present(rank);
   if (r != nullptr && r->reader && s.StepAt(r->next) != nullptr)
     return "this rank to pull what it was sent";
+  if (r != nullptr && s.held_ends.count(r->next.epoch))
+    return "the end of epoch " + std::to_string(r->next.epoch) +
+           " to be reported to whoever started the producer";
   const Rank* slowest = nullptr;
   for (const Rank* other : s.came)
     if (!other->left && (slowest == nullptr || other->next < slowest->next))
@@ -1319,6 +1327,15 @@ std::vector<News> Window::TakeNews(double seconds) {
   std::vector<News> taken;
   taken.swap(state_->news);
   return taken;
+}
+
+void Window::ReportedEpochEnd(int64_t epoch) {
+  State& s = *state_;
+  State::Locked locked(&s);
+  const auto held = s.held_ends.find(epoch);
+  if (held == s.held_ends.end()) return;
+  s.held_ends.erase(held);
+  s.WakeRanksForItems(/*any=*/true);
 }
 
 bool Window::WaitForNews(double seconds) const {

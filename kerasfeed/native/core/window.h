@@ -132,6 +132,9 @@ struct WindowOptions {
       left;  // ranks that left before, with the steps they trained, by epoch
   std::function<double()> clock;  // monotonic seconds; empty: the system's
   double poll_seconds = 0.5;  // how often a wait looks at the timeouts above
+  // No rank gets the end of an epoch before ReportedEpochEnd: what is known of
+  // the epoch then outlives this process.
+  bool holds_ends = false;
 };
 
 // All that a rank asks with a read; see Window::Read.
@@ -257,6 +260,8 @@ class Window {
   // Takes what has happened since the last call; blocks up to `seconds` for
   // something.
   std::vector<News> TakeNews(double seconds);
+  // Others know the counts of an epoch that News said has ended.
+  void ReportedEpochEnd(int64_t epoch);
   // As TakeNews, but leaves the news to be taken. Whether there are some.
   bool WaitForNews(double seconds) const;
   // Bytes, steps and epochs with remainders that are held: for tests and

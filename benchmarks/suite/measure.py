@@ -24,6 +24,10 @@ _QUEUE_LENGTH = 4  # elements
 _FEWEST = 4  # elements that are timed
 _ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
 _HOROVOD_MAIN = "benchmarks.suite.rank"
+# Whoever refills its buffers would take time from the way that is measured next.
+_QUIET_SHARE = 0.1  # of one core, of all processes of a block together
+_QUIET_LOOK_SECONDS = 0.03
+_QUIET_SECONDS = 3.0  # and no longer
 
 
 @dataclasses.dataclass
@@ -98,6 +102,11 @@ class _Runner:
         while (took := self._run(1, count)[0]) * count < 0.4 * seconds:
             count = round(count * min(8.0, 0.6 * seconds / (took * count)))
         self.cell.count = max(_FEWEST, round(seconds / took))
+
+    @property
+    def pids(self) -> set[int]:
+        """The processes of its ranks and producers."""
+        return {*self._pids, *(worker.pid for worker in self._workers)}
 
     def run(self) -> None:
         """Runs once."""
@@ -185,6 +194,7 @@ class Ranks:
             opened = time.monotonic()
             for _ in range(pace.repetitions):
                 for runner in runners:
+                    _wait_until_quiet({pid for each in runners if isinstance(each, _Runner) for pid in each.pids})
                     runner.run()
             measured = time.monotonic()
             ask_all(self._ranks, "close")
@@ -217,6 +227,15 @@ class Ranks:
                 return str(answer)
             pids = [*pids, *answer]
         return _Runner(cell, workers, pids, awake)
+
+
+def _wait_until_quiet(pids: set[int]) -> None:
+    end = time.monotonic() + _QUIET_SECONDS
+    while time.monotonic() < end:
+        before = cpu_seconds(pids)
+        time.sleep(_QUIET_LOOK_SECONDS)
+        if cpu_seconds(pids) - before < _QUIET_SHARE * _QUIET_LOOK_SECONDS:
+            return
 
 
 @contextlib.contextmanager

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 
+# Elements that a rank's dataset keeps ready, where it is not kerasfeed that does. Without this tf.data would inject a
+# `prefetch` whose buffer grows to thousands of elements: a run would then find all that it pulls in memory, made while
+# another way was being measured.
+_AHEAD = 8
+
+
 class NotAvailable(Exception):
     """This way is not to be had here; the message says why."""
 
@@ -124,7 +130,7 @@ def service(mode: str, compression: str | None) -> Callable[[elements.Element, P
             compression=compression,
             **shared,
         )
-        return Opened(element.build().apply(distributed))
+        return Opened(element.build().apply(distributed).prefetch(_AHEAD))
 
     return open_service
 
@@ -137,7 +143,8 @@ def queue(element: elements.Element, place: Place) -> Opened:
         while True:
             yield place.queue.get()
 
-    return Opened(tf.data.Dataset.from_generator(pull, output_signature=element.build().element_spec))
+    dataset = tf.data.Dataset.from_generator(pull, output_signature=element.build().element_spec)
+    return Opened(dataset.prefetch(_AHEAD))
 
 
 def broadcast(element: elements.Element, place: Place) -> Opened:
@@ -155,17 +162,17 @@ def broadcast(element: elements.Element, place: Place) -> Opened:
         batch = hvd.broadcast(batch, root_rank=0, name=f"batch.{element.bytes}")
         return batch[part * place.rank : part * (place.rank + 1)]
 
-    return Opened(tf.data.Dataset.from_tensors(whole).repeat(), receive=receive)
+    return Opened(tf.data.Dataset.from_tensors(whole).repeat().prefetch(_AHEAD), receive=receive)
 
 
 def whole_pipeline(element: elements.Element, place: Place) -> Opened:
     """Each rank runs the whole pipeline and keeps one element of `size`."""
-    return Opened(element.build().shard(place.size, place.rank))
+    return Opened(element.build().shard(place.size, place.rank).prefetch(_AHEAD))
 
 
 def local(element: elements.Element, place: Place) -> Opened:
     """Each rank runs a pipeline that yields its own elements only: what no transport can be faster than."""
-    return Opened(element.build())
+    return Opened(element.build().prefetch(_AHEAD))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +191,7 @@ class Way:
     key: str
     title: str
     open: Callable[[elements.Element, Place], Opened] | None
-    ready: int = 2
+    ready: int = _AHEAD + 2
     horovod: bool = False
 
 
@@ -194,13 +201,13 @@ WAYS = {
         Way("shm", "kerasfeed, shared memory", feed("shm"), 17),
         Way("tcp", "kerasfeed, TCP", feed("tcp"), 17),
         Way("grpc", "kerasfeed, Python engine (gRPC)", feed("grpc"), 17),
-        Way("ready", "tf.data service, as ready", service("parallel_epochs", None), 4),
-        Way("ready-auto", "tf.data service, as ready, compression", service("parallel_epochs", "AUTO"), 4),
-        Way("dynamic", "tf.data service, as ready, dynamic sharding", service("distributed_epoch", None), 4),
-        Way("coordinated", "tf.data service, coordinated", service("coordinated", None), 4),
-        Way("coordinated-auto", "tf.data service, coordinated, compression", service("coordinated", "AUTO"), 4),
-        Way("queue", "multiprocessing.Queue, from_generator", queue, 6),
-        Way("broadcast", "hvd.broadcast of the global batch", broadcast, 2, horovod=True),
+        Way("ready", "tf.data service, as ready", service("parallel_epochs", None), _AHEAD + 4),
+        Way("ready-auto", "tf.data service, as ready, compression", service("parallel_epochs", "AUTO"), _AHEAD + 4),
+        Way("dynamic", "tf.data service, as ready, dynamic sharding", service("distributed_epoch", None), _AHEAD + 4),
+        Way("coordinated", "tf.data service, coordinated", service("coordinated", None), _AHEAD + 4),
+        Way("coordinated-auto", "tf.data service, coordinated, compression", service("coordinated", "AUTO"), _AHEAD + 4),
+        Way("queue", "multiprocessing.Queue, from_generator", queue, _AHEAD + 6),
+        Way("broadcast", "hvd.broadcast of the global batch", broadcast, horovod=True),
         Way("whole", "every rank runs the pipeline, keeps 1/N", whole_pipeline),
         Way("local", "floor: local pipeline, no transport", local),
         Way("copy", "floor: plain copying, one thread", None),

@@ -205,7 +205,9 @@ WAYS = {
         Way("ready-auto", "tf.data service, as ready, compression", service("parallel_epochs", "AUTO"), _AHEAD + 4),
         Way("dynamic", "tf.data service, as ready, dynamic sharding", service("distributed_epoch", None), _AHEAD + 4),
         Way("coordinated", "tf.data service, coordinated", service("coordinated", None), _AHEAD + 4),
-        Way("coordinated-auto", "tf.data service, coordinated, compression", service("coordinated", "AUTO"), _AHEAD + 4),
+        Way(
+            "coordinated-auto", "tf.data service, coordinated, compression", service("coordinated", "AUTO"), _AHEAD + 4
+        ),
         Way("queue", "multiprocessing.Queue, from_generator", queue, _AHEAD + 6),
         Way("broadcast", "hvd.broadcast of the global batch", broadcast, horovod=True),
         Way("whole", "every rank runs the pipeline, keeps 1/N", whole_pipeline),

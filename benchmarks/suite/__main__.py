@@ -75,20 +75,17 @@ def measure_ways(
         if "transports" not in args.tables:
             names, keys = [], third
         blocks = [*names, *([elements.PREPROCESSED.name] if third and "preprocessing" in args.tables else [])]
-        if not blocks:
-            continue
-        if time.monotonic() > deadline:
-            left_out += [f"{name}, {ranks} ranks" for name in blocks]
-            continue
         pace = Pace(args.seconds * (1 if ranks == GRID_RANKS else OTHER_SHARE), args.repetitions)
-        with measure.Ranks(ranks, blocks, keys, program) as group:
-            for name in blocks:
-                if time.monotonic() > deadline:
-                    left_out.append(f"{name}, {ranks} ranks")
-                elif name == elements.PREPROCESSED.name:
-                    preprocessing += group.block(name, third, pace, elements.EPOCH_BATCHES // ranks)
+        for name in blocks:
+            if time.monotonic() > deadline:
+                left_out.append(f"{name}, {ranks} ranks")
+                continue
+            is_third = name == elements.PREPROCESSED.name
+            with measure.Ranks(ranks, name, third if is_third else keys, program) as group:
+                if is_third:
+                    preprocessing += group.measure(pace, elements.EPOCH_BATCHES // ranks)
                 else:
-                    cells += group.block(name, keys, pace)
+                    cells += group.measure(pace)
     return cells, preprocessing, left_out
 
 

@@ -1,8 +1,9 @@
 """The first and the third table: blocks of ways that are measured in turn, one run each, again and again.
 
-A block has one number of ranks and one element. All of its ways are opened first, in the same rank processes; a way
-that is not being measured is full and waits. Then each way is run once, and all of that is repeated: what else the
-machine does for a while falls on one run of each.
+A block has one number of ranks and one element, and rank processes of its own. All of its ways are opened first, in the
+same rank processes; a way that is not being measured is full and waits. Then each way is run once, and all of that is
+repeated: what else the machine does for a while falls on one run of each. At its end the processes end as they are:
+tf.data service alone takes a minute to close its iterators.
 """
 
 from __future__ import annotations
@@ -137,22 +138,24 @@ def say(text: str) -> None:
 
 
 class Ranks:
-    """Ranks, and what feeds them, for blocks of one number of ranks.
+    """Ranks, and what feeds them, for one block.
 
     Args:
         size: How many.
-        names: The elements that there will be blocks of.
+        name: The element of the block.
         keys: The ways that there will be.
         program: What measures the floors.
     """
 
-    def __init__(self, size: int, names: list[str], keys: list[str], program: pathlib.Path):
+    def __init__(self, size: int, name: str, keys: list[str], program: pathlib.Path):
         began = time.monotonic()
         self._size = size
         self._program = program
         context = multiprocessing.get_context("spawn")
-        self._queues = {name: [context.Queue(_QUEUE_LENGTH) for _ in range(size)] for name in names}
-        places = [(r, size, {name: queues[r] for name, queues in self._queues.items()}) for r in range(size)]
+        self._name = name
+        self._keys = keys
+        self._queues = [context.Queue(_QUEUE_LENGTH) for _ in range(size)]
+        places = [(r, size, queue) for r, queue in enumerate(self._queues)]
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
             token = f"benchmark-{time.time_ns():x}-{size}"
@@ -165,8 +168,8 @@ class Ranks:
             if any(ways.WAYS[key].horovod for key in keys):
                 self._horovod = stack.enter_context(HorovodProcesses(_HOROVOD_MAIN, size))
             self._address = ask_all(self._service, "address")[0]
-            ask_all(self._ranks, "close")
-            say(f"{size} ranks: started in {time.monotonic() - began:.0f} s")
+            ask_all(self._ranks, "ready")
+            self._started = time.monotonic() - began
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Ranks:
@@ -175,11 +178,11 @@ class Ranks:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
-    def block(self, name: str, keys: list[str], pace: Pace, count: int | None = None) -> list[Cell]:
-        """Measures these ways with this element. `count`: elements per rank in a run, instead of what the time says."""
+    def measure(self, pace: Pace, count: int | None = None) -> list[Cell]:
+        """Measures the block. `count`: elements per rank in a run, instead of what the time says."""
         began = time.monotonic()
-        element = elements.named(name)
-        cells = [Cell(key, name, self._size, element.bytes) for key in keys]
+        element = elements.named(self._name)
+        cells = [Cell(key, self._name, self._size, element.bytes) for key in self._keys]
         with contextlib.ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kerasfeed-bench-"))
             runners = []
@@ -196,14 +199,9 @@ class Ranks:
                 for runner in runners:
                     _wait_until_quiet({pid for each in runners if isinstance(each, _Runner) for pid in each.pids})
                     runner.run()
-            measured = time.monotonic()
-            ask_all(self._ranks, "close")
-            if self._horovod is not None:
-                with self._horovod.awake():
-                    ask_all(self._horovod.workers, "close")
-        phases = {"open": opened - began, "measure": measured - opened, "close": time.monotonic() - measured}
-        took = ", ".join(f"{seconds:.0f} s to {phase}" for phase, seconds in phases.items())
-        say(f"  {name}, {self._size} ranks: {took}")
+            phases = {"start": self._started, "open": opened - began, "measure": time.monotonic() - opened}
+            took = ", ".join(f"{seconds:.0f} s to {phase}" for phase, seconds in phases.items())
+            say(f"{self._name}, {self._size} ranks: {took}")
         return cells
 
     def _open(self, cell: Cell, folder: str, pace: Pace, stack: contextlib.ExitStack) -> _Runner | _FloorRunner | str:
@@ -217,7 +215,7 @@ class Ranks:
         if cell.way in (*ways.SERVICE_READY, *ways.SERVICE_COORDINATED):
             pids = [worker.pid for worker in self._service]
         if cell.way == "queue":
-            arguments = [(cell.element, self._queues[cell.element])]
+            arguments = [(cell.element, self._queues)]
             filling = Processes("queue producer", producers.queue_main, arguments, **_ENVIRONMENT)
             pids = [worker.pid for worker in stack.enter_context(filling).workers]
         with awake():

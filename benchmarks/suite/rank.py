@@ -1,8 +1,8 @@
-"""A rank: opens ways across, and runs the same graph loop over whatever they yield."""
+"""A rank: opens ways across, and runs the same graph loop over whatever they yield, until its process ends."""
 
 from __future__ import annotations
 
-import gc
+import dataclasses
 import os
 import sys
 import time
@@ -35,21 +35,19 @@ def consumer(opened: ways.Opened) -> Callable[[Any], Any]:
 
 
 class Rank:
-    """What a rank does when it is asked: open, run, close.
+    """What a rank does when it is asked: open, run.
 
     Args:
         place: Where it stands.
-        queues: Its `multiprocessing.Queue` for each element.
     """
 
-    def __init__(self, place: ways.Place, queues: dict[str, Any]):
+    def __init__(self, place: ways.Place):
         self._place = place
-        self._queues = queues
         self._open: dict[str, tuple[ways.Opened, Callable[[Any], Any]]] = {}
 
     def open(self, way: str, name: str, folder: str, service: str) -> list[int] | ways.NotAvailable:
         """Makes a way ready and pulls a first element. Returns the process ids of its producers, as far as known."""
-        place = ways.Place(self._place.rank, self._place.size, folder, service, self._queues.get(name))
+        place = dataclasses.replace(self._place, folder=folder, service=service)
         open_way = ways.WAYS[way].open
         assert open_way is not None
         opened = open_way(elements.named(name), place)
@@ -69,24 +67,16 @@ class Rank:
         consume(number).numpy()
         return began, time.monotonic()
 
-    def close(self) -> None:
-        """Ends all ways that are open."""
-        opened = [pair[0] for pair in self._open.values()]
-        self._open.clear()
-        gc.collect()
-        for each in opened:
-            each.close()
-
     def commands(self) -> dict[str, Callable[..., Any]]:
         """What can be asked."""
-        return {"open": self.open, "run": self.run, "close": self.close}
+        return {"ready": lambda: None, "open": self.open, "run": self.run}
 
 
-def main(connection_: connection.Connection, rank: int, size: int, queues: dict[str, Any]) -> None:
+def main(connection_: connection.Connection, rank: int, size: int, queue: Any) -> None:
     """Runs a rank."""
     import tensorflow as tf  # noqa: F401
 
-    processes.serve(connection_, Rank(ways.Place(rank, size), queues).commands())
+    processes.serve(connection_, Rank(ways.Place(rank, size, queue=queue)).commands())
     # Iterators are alive, and threads wait in them: interpreters have hung over that.
     os._exit(0)
 
@@ -98,8 +88,7 @@ def horovod_main(address: str) -> None:
     hvd.init()
     connection_ = connection.Client(address)
     connection_.send((hvd.rank(), os.getpid()))
-    processes.serve(connection_, Rank(ways.Place(hvd.rank(), hvd.size()), {}).commands())
-    hvd.shutdown()
+    processes.serve(connection_, Rank(ways.Place(hvd.rank(), hvd.size())).commands())
     os._exit(0)
 
 

@@ -54,13 +54,12 @@ class Opened:
         dataset: What yields the elements.
         producers: Process ids of the producers that this rank has started.
         receive: What the consumer does with what it pulls, to get its element.
-        close: Ends it.
+        check: Raises `NotAvailable` if the first element has come another way.
     """
 
     dataset: tf.data.Dataset
     producers: Callable[[], list[int]] = list
     receive: Callable[[tf.Tensor], tf.Tensor] = lambda element: element
-    close: Callable[[], None] = lambda: None
     check: Callable[[], None] = lambda: None
 
 
@@ -109,7 +108,7 @@ def feed(transport: str) -> Callable[[elements.Element, Place], Opened]:
             pid = feeder.session.producer_pid
             return [] if pid is None else [pid]
 
-        return Opened(feeder, producers, close=feeder.close, check=check)
+        return Opened(feeder, producers, check=check)
 
     return open_feed
 

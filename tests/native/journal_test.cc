@@ -325,6 +325,17 @@ TEST(JournalKnowsWhatAMapKnows) {
             ++element;
           }
       }
+      const int64_t first = generator() % 30;
+      const int64_t stop = first + generator() % 10;
+      std::vector<uint64_t> taken(stop - first);
+      const bool all = journal->Digests(pass, first, stop, taken.data());
+      bool is_known = true;
+      for (int64_t at = first; at < stop; ++at) {
+        const auto known = digests.find({pass, at});
+        is_known = is_known && pass >= floor && known != digests.end();
+        if (all) CHECK(is_known && taken[at - first] == known->second);
+      }
+      if (roomy) CHECK_EQ(all, is_known);
     }
   }
 }

@@ -1037,6 +1037,29 @@ TEST(SmallStepsComeBeyondTheCreditOfSteps) {
   }
 }
 
+TEST(AReaderAsksForSmallStepsBeyondTheCreditOfSteps) {
+  NothingLeft nothing_left;
+  for (const bool local : kBothKinds) {
+    FeedOptions options;
+    options.length = 1000;
+    options.sizes = Always(1'000);
+    options.prefetch = 200;
+    Feed feed(options);
+    feed.Attend(0);
+    ReaderOptions with;
+    with.free_bytes = 50'000;
+    Reader reader(with);
+    CHECK(!feed.Attach(&reader, 0, local));
+    const int64_t read = reader.Read(Asking({}, 4, true, kPlenty));
+    const auto sent = [&] { return feed.window()->Furthest().step - 200; };
+    Eventually([&] { return sent() >= 40; });
+    std::this_thread::sleep_for(milliseconds(20));
+    CHECK(sent() <= 50);
+    for (int64_t step = 0; step < 100; ++step)
+      feed.Check(NextElement(&reader, read, {0, step}), 0);
+  }
+}
+
 TEST(MalformedFramesEndOneConnectionOnly) {
   NothingLeft nothing_left;
   std::string read = Said(Asking({}));

@@ -240,6 +240,45 @@ TEST(ARankThatWasRefusedIsToldWhy) {
   CHECK(!window.TryItem(1));
 }
 
+TEST(BrokenIsWhatNobodyCanReadAround) {
+  double now = 0;
+  WindowOptions options = Options(2);
+  options.clock = [&] { return now; };
+  options.rank_timeout = 60;
+  {
+    Window window(options);
+    Pump pump(&window, 3);
+    for (int64_t rank : {0, 1}) {
+      CHECK(!window.Attend(rank, {}, std::nullopt));
+      window.Read(rank, Asking(1, {}));
+    }
+    CHECK(!window.Broken());
+    // What ranks get up to a position, they get.
+    const Work seek = *window.TryWork();
+    window.Fail(std::get<Seek>(seek).generation, "the pipeline raised");
+    CHECK(window.TryItem(0));
+    CHECK(!window.Broken());
+  }
+  {
+    Window window(options);
+    for (int64_t rank : {0, 1}) CHECK(!window.Attend(rank, {}, std::nullopt));
+    window.Leave(0, "it raised");
+    const auto failure = window.Broken();
+    CHECK(failure && failure->kind == FailureKind::kRanks);
+    CHECK(failure->message.find("rank 0 left with an error: it raised") !=
+          std::string::npos);
+  }
+  {
+    Window window(options);
+    for (int64_t rank : {0, 1}) CHECK(!window.Attend(rank, {}, std::nullopt));
+    window.Disconnected(1);
+    now = 59;
+    CHECK(!window.Broken());
+    now = 60;  // nobody but Broken looks at the time
+    CHECK(window.Broken()->message.find("rank 1 is gone") != std::string::npos);
+  }
+}
+
 // ---- With threads ----
 
 double Seconds(std::chrono::steady_clock::time_point since) {

@@ -35,6 +35,26 @@ def cpu_seconds(pids: Iterable[int]) -> float:
     return sum(time.clock_gettime((~pid << 3) | 2) for pid in pids)
 
 
+_CORES = os.sched_getaffinity(0)
+
+
+def run_on_one_core(rank: int) -> None:
+    """Lets this process run on one core, the same for the same rank."""
+    _run_on({sorted(_CORES)[rank % len(_CORES)]})
+
+
+def run_on_all_cores() -> None:
+    """Lets this process run on all cores that it had when it began."""
+    _run_on(_CORES)
+
+
+def _run_on(cores: set[int]) -> None:
+    # Threads that are started later inherit it.
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread), cores)
+
+
 def serve(connection_: connection.Connection, commands: dict[str, Callable[..., Any]]) -> None:
     """Answers questions until the other side is gone."""
     while True:

@@ -47,6 +47,7 @@ class Rank:
 
     def open(self, way: str, name: str, folder: str, service: str) -> list[int] | ways.NotAvailable:
         """Makes a way ready and pulls a first element. Returns the process ids of its producers, as far as known."""
+        processes.run_on_all_cores()  # a producer inherits that
         place = dataclasses.replace(self._place, folder=folder, service=service)
         open_way = ways.WAYS[way].open
         assert open_way is not None
@@ -55,6 +56,7 @@ class Rank:
         self._open[way] = opened, consume
         self.run(way, 1)
         opened.check()
+        processes.run_on_one_core(self._place.rank)
         return opened.producers()
 
     def run(self, way: str, count: int) -> tuple[float, float]:

@@ -109,12 +109,12 @@ def test_preprocessing_is_told_per_epoch() -> None:
     assert "| **0.0600** (0.0600 to 0.0600) | 0.0200 | 0.0400 | 5.00 |" in text
 
 
-def test_a_fit_is_summed_up_without_its_first_epoch() -> None:
+def test_a_fit_is_summed_up_without_its_first_and_its_last_epoch() -> None:
     times = []
-    for epoch in range(3):
+    for epoch in range(4):
         start = 100.0 * epoch
         times += [("epoch", start), ("begin", start + 1), ("end", start + 4), ("begin", start + 5), ("end", start + 7)]
-    times.append(("epoch", 300.0))
+    times.append(("epoch", 500.0))
     found = fit.summary(times)
     assert found.epochs == [100.0, 100.0]
     assert found.first == [3.0, 3.0]

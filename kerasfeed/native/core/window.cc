@@ -19,10 +19,12 @@ constexpr int64_t kFreeStepsAhead = 2;
 constexpr int64_t kMinRoomSteps = 2;
 constexpr double kForever = 1e9;
 constexpr double kLongestWait = 3600;  // a wait that is longer is several
-// Waking a thread for each small element costs more than all else that is done
-// for it: who just had something to do leaves small ones to gather for so long.
-constexpr double kGatherSeconds = 100e-6;
-constexpr int64_t kSmallBytes = int64_t{32} << 10;
+// Waking a thread for each light element costs more than all else that is done
+// for it: who just had something to do leaves them to gather for so long.
+constexpr double kGatherSeconds = 400e-6;
+// What is light: of one in shared memory only its place is sent.
+constexpr int64_t kLightBytes = int64_t{32} << 10;
+constexpr int64_t kLightSharedBytes = int64_t{256} << 10;
 constexpr int kSpins = 100;  // before a lock puts its thread to sleep
 
 double Now() {
@@ -87,7 +89,12 @@ struct Step {
   Position position;
   std::vector<ElementPtr> elements;
   int64_t size = 0;
+  bool light = false;  // all elements are
 };
+
+bool IsLight(const ElementPtr& element) {
+  return element->size <= (element->block ? kLightSharedBytes : kLightBytes);
+}
 
 // A rank left an epoch before its end, and the producer did so too.
 struct Cut {
@@ -831,15 +838,13 @@ class Window::State {
 
   // Of one that has an item: whether it is worth to be woken early for.
   bool HasMuch(const Rank& rank) const {
-    if (!AreSmall()) return true;
+    if (!AreLight()) return true;
     const int64_t here = StepsFrom(rank.next);
     return 2 * here >= StepsToKeepReady() || head->epoch != rank.next.epoch;
   }
 
-  // Whether elements are so small that it is worth to let them gather.
-  bool AreSmall() const {
-    return !steps.empty() && steps.back().size <= kSmallBytes * size;
-  }
+  // Whether it is worth to let elements gather, as far as the last step says.
+  bool AreLight() const { return !steps.empty() && steps.back().light; }
 
   std::optional<Item> NextItem(Rank* rank) {
     CheckRanks();
@@ -869,7 +874,7 @@ std::optional<Work> Window::TryWork(const std::function<bool()>& interrupted,
   const WaitDeadline deadline(seconds);
   State& s = *state_;
   State::Locked locked(&s);
-  bool gathers = s.AreSmall();
+  bool gathers = s.AreLight();
   while (true) {
     std::optional<Work> work = s.NextWork(interrupted);
     if (work) return work;
@@ -929,8 +934,9 @@ void Window::Put(int64_t generation, ElementPtr element) {
   const int64_t in_step = static_cast<int64_t>(s.partial.size());
   count.elements = std::max(count.elements, produced * s.size + in_step);
   if (in_step < s.size) return;
-  Step step{*s.head, std::move(s.partial), 0};
+  Step step{*s.head, std::move(s.partial), 0, false};
   s.partial.clear();
+  step.light = std::all_of(step.elements.begin(), step.elements.end(), IsLight);
   for (const ElementPtr& e : step.elements) step.size += e->size;
   s.bytes += step.size;
   s.steps.push_back(std::move(step));
@@ -1179,7 +1185,7 @@ std::optional<Item> Window::WaitForItem(
   State& s = *state_;
   State::Locked locked(&s);
   Rank* r = s.RankOf(rank);
-  bool gathers = s.AreSmall();
+  bool gathers = s.AreLight();
   while (r != nullptr && !(interrupted && interrupted())) {
     std::optional<Item> item = s.NextItem(r);
     if (item) return item;

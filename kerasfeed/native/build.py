@@ -18,6 +18,7 @@ import logging
 import os
 import pathlib
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -38,6 +39,10 @@ _POLL_SECONDS = 0.1
 # For one call of the compiler, and for all that another process does.
 _COMPILE_SECONDS = 600.0
 _WAIT_SECONDS = 1200.0
+# Each release leaves a library for each TensorFlow: one that nobody has used for so long is removed.
+_FORGET_SECONDS = 90 * 24 * 3600.0
+_NOTE_SECONDS = 24 * 3600.0
+_NAME = re.compile(r"tensorflow-.+-[0-9a-f]{16}-[0-9a-f]{8}\.so")
 
 
 class BuildError(RuntimeError):
@@ -107,6 +112,7 @@ def build(label: str, parts: Sequence[Part], needs: Sequence[str] = ()) -> pathl
     for folder in _folders():
         path = folder / name
         if path.exists():
+            _note_use(path)
             return path
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -181,6 +187,21 @@ def _build_once(compiler: Sequence[str], parts: Sequence[Part], needs: Sequence[
             failure.write_text(str(error))
             raise
         failure.unlink(missing_ok=True)
+        _remove_unused(path.parent)
+
+
+def _note_use(path: pathlib.Path) -> None:
+    with contextlib.suppress(OSError):
+        if time.time() - path.stat().st_mtime > _NOTE_SECONDS:
+            os.utime(path)
+
+
+def _remove_unused(folder: pathlib.Path) -> None:
+    for path in folder.glob("*.so"):
+        with contextlib.suppress(OSError):
+            if _NAME.fullmatch(path.name) and time.time() - path.stat().st_mtime > _FORGET_SECONDS:
+                path.unlink()
+                _lock_of(path).unlink(missing_ok=True)
 
 
 def _written(path: pathlib.Path) -> int | None:

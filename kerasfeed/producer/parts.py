@@ -6,6 +6,7 @@ without Python.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable
@@ -110,9 +111,11 @@ def make_parts(
 
     def tell() -> None:
         while not closed.is_set():
-            steps.deliver(_NEWS_SECONDS)
-            for line in server.log():
-                log(line)
+            # If nobody hears it, this process is about to end. Until then ranks get what news let them have.
+            with contextlib.suppress(OSError):
+                steps.deliver(_NEWS_SECONDS)
+                for line in server.log():
+                    log(line)
 
     teller = threading.Thread(target=tell, name="kerasfeed-news", daemon=True)
     teller.start()

@@ -201,6 +201,23 @@ def test_remains_of_killed_builders_are_removed_and_those_of_others_at_work_stay
     assert place.remains() == []
 
 
+def test_libraries_that_nobody_has_used_for_months_are_removed_by_who_builds_one(place):
+    months_ago = time.time() - 100 * 24 * 3600
+    used = place.build("tensorflow-9.8.7")
+    unused = place.cache / f"tensorflow-2.15.1-{16 * '0'}-{8 * '0'}.so"
+    foreign = place.cache / "libother.so"
+    for path in (unused, foreign):
+        path.touch()
+    unused.with_suffix(".lock").touch()
+    for path in (used, unused, foreign):
+        os.utime(path, (months_ago, months_ago))
+    assert place.build("tensorflow-9.8.7") == used
+    place.source.write_text(place.source.read_text() + "int another;\n")
+    built = place.build("tensorflow-9.8.7")
+    assert {path.name for path in place.cache.glob("*.so")} == {used.name, built.name, foreign.name}
+    assert not unused.with_suffix(".lock").exists()
+
+
 def test_where_files_cannot_be_locked_each_builds_and_nothing_is_removed(place, monkeypatch):
     def no_locks(*args):
         raise OSError("no locks available")

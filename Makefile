@@ -250,9 +250,9 @@ format: .venvs/keras2/.stamps/packages ## let ruff and clang-format put the code
 # --- the rest ---------------------------------------------------------------------------------------------------------
 
 .PHONY: demo
-demo: $(if $(filter keras2,$(DEMO_ENV)),env-keras2) ## train examples/digits.py on two ranks
-	@if [ $(DEMO_ENV) != keras2 ]; then
-	  echo "make demo: ENV=$(DEMO_ENV): the example uses Horovod's Keras callbacks, which need keras2" >&2
+demo: $(if $(filter $(KERAS_ENVS),$(DEMO_ENV)),env-$(DEMO_ENV)) ## train examples/digits.py on two ranks; ENV=keras3: on Keras 3
+	@if [ -z "$(filter $(KERAS_ENVS),$(DEMO_ENV))" ]; then
+	  echo "make demo: ENV must be one of: $(KERAS_ENVS), which have Horovod. Received: $(DEMO_ENV)" >&2
 	  exit 1
 	fi
 	bin="$$PWD/.venvs/$(DEMO_ENV)/bin"

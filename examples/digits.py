@@ -13,12 +13,12 @@ import os
 import pathlib
 import sys
 
-import horovod.tensorflow.keras as hvd
 import numpy as np
 import tensorflow as tf
 from tensorflow import keras
 
 import kerasfeed
+import kerasfeed.horovod as hvd
 
 RECORDS = pathlib.Path(".cache/digits").resolve()
 TRAINING_FILES = [str(RECORDS / f"training-{i}.tfrecord") for i in range(4)]

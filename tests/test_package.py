@@ -144,8 +144,6 @@ def test_readme_names_the_two_commands() -> None:
 
 @pytest.mark.horovod
 def test_example_says_that_every_element_was_trained_once() -> None:
-    if metadata.version("keras").startswith("3"):
-        pytest.skip("the example uses Horovod's Keras callbacks, which fail on Keras 3")
     env = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "TF_CPP_MIN_LOG_LEVEL": "3"}
     # Three epochs are too few for the accuracy that the script asks for: its exit code says so.
     done = subprocess.run(

@@ -55,9 +55,10 @@ def test_ranks_train_with_the_mean_of_their_gradients(training: Job, check: str,
     reports = training.by_rank(check, 2)
     assert reports[0]["weights"] == reports[1]["weights"]
     np.testing.assert_allclose(reports[0]["weights"], expected, rtol=1e-4)
-    for report in reports:
+    for rank, report in enumerate(reports):
         assert report["iterations"] == STEPS
-    assert {tuple(sorted(trained.items())) for r in reports for trained in r["trained"]} <= {(("0", 8), ("1", 8))}
+        # Of the other rank it may not know all yet.
+        assert [trained[str(rank)] for trained in report["trained"]] == [STEPS]
 
 
 def test_all_ranks_have_the_root_ranks_weights_after_the_first_batch(training: Job) -> None:

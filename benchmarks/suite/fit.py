@@ -71,7 +71,7 @@ def _batches(steps: int) -> Any:
 
 
 def _from_memory(steps: int) -> Any:
-    """Returns the batches as fast as they can be had: with tf.data's own tuning epochs would wait 0.6 s for its thread."""
+    """Returns the batches without tf.data's own tuning: ends of epochs would wait 0.6 s for its thread."""
     import tensorflow as tf
 
     options = tf.data.Options()

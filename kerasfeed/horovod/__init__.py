@@ -58,7 +58,7 @@ from kerasfeed.horovod.keras_version import KERAS_3
 if KERAS_3:
     from kerasfeed.horovod.keras3_optimizer import DistributedOptimizer, load_model
 else:
-    from horovod.tensorflow.keras import DistributedOptimizer, load_model
+    from horovod.tensorflow.keras import DistributedOptimizer, load_model  # type: ignore[no-redef]
 
 __all__ = [
     "Average",

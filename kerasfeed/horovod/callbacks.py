@@ -13,7 +13,7 @@ if KERAS_3:
         MetricAverageCallback,
     )
 else:
-    from horovod.tensorflow.keras.callbacks import (
+    from horovod.tensorflow.keras.callbacks import (  # type: ignore[no-redef]
         BestModelCheckpoint,
         BroadcastGlobalVariablesCallback,
         LearningRateScheduleCallback,

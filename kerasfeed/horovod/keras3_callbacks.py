@@ -17,7 +17,7 @@ from tensorflow import keras
 _LOG = logging.getLogger("kerasfeed")
 
 
-class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Gives all ranks the root rank's variables after the first batch, those of the optimizer too.
 
     Also turns XLA off for models that were compiled with `jit_compile="auto"`: it can't hold Horovod's operations.
@@ -80,7 +80,7 @@ def _is_seed(variable: Any) -> bool:
     return "seed_generator" in getattr(variable, "path", "")
 
 
-class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
+class MetricAverageCallback(keras.callbacks.Callback):
     """Averages an epoch's metrics over the ranks, in place: callbacks that come later in the list see the averages.
 
     Example:
@@ -104,7 +104,7 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
             logs[metric] = float(average)
 
 
-class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[misc]
+class LearningRateScheduleCallback(keras.callbacks.Callback):
     """Sets the learning rate to `initial_lr * multiplier` in the epochs from `start_epoch` to `end_epoch`.
 
     Example:
@@ -250,7 +250,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
             print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self._learning_rate():g}.")
 
 
-class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
+class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
     """Keras's `ModelCheckpoint` of the best model only, whose `filepath` is set later: by Horovod's Spark estimators.
 
     Args:

@@ -216,7 +216,7 @@ def DistributedOptimizer(
 
     own = optimizer.__class__
     # Of the same name and module: Keras saves it as what it wraps.
-    made = type(own.__name__, (_Distributed, own), {"__module__": own.__module__, "__doc__": own.__doc__})
+    made: Any = type(own.__name__, (_Distributed, own), {"__module__": own.__module__, "__doc__": own.__doc__})
     distributed = made.from_config(optimizer.get_config())
     distributed._reduce = hvd._make_allreduce_grads_fn(
         name or f"Distributed{own.__name__}",

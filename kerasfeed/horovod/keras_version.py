@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-KERAS_3 = int(tf.keras.__version__.split(".")[0]) >= 3
+# The one in TensorFlow 2.15 does not say.
+KERAS_3 = int(getattr(tf.keras, "__version__", "2").split(".")[0]) >= 3
 
 if KERAS_3:
     _backend = tf.keras.backend.backend()

@@ -365,6 +365,8 @@ class Window:
         count = self._counts.setdefault(epoch, EpochCount())
         count.steps = self._head.step - self._first_step(epoch)
         count.dropped = len(self._partial)
+        # This producer need not have made them all, nor any of them.
+        count.elements = count.steps * self._size + count.dropped
         count.complete = True
         if self._partial and not self._said_dropped:
             self._said_dropped = True

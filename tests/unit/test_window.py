@@ -1046,6 +1046,17 @@ def test_counts_of_a_producer_before_this_one_are_kept():
     assert counts[:2] == [(9, 4, 1, True), (7, 3, 1, True)]
 
 
+@pytest.mark.parametrize(("length", "dropped"), [(6, 0), (7, 1)])
+@pytest.mark.parametrize("start", [1, 3])
+def test_an_epoch_that_this_producer_has_only_ended_has_all_its_elements(start, length, dropped):
+    feed = Feed(2, length=length, attend=False)
+    for rank in feed.ranks:
+        rank.acknowledged = Position(0, start)
+        rank.attend()
+    feed.start(Position(0, start)).run_until(lambda rank: 0 in rank.ends)
+    assert dataclasses.astuple(feed.window.statistics()[0][1]) == (length, 3, dropped, True)
+
+
 def test_an_epoch_under_way_is_not_complete():
     feed = Feed(2, length=100, prefetch=2).start().settle()
     _, count, _ = feed.window.statistics()[0]

@@ -638,6 +638,8 @@ class Window::State {
     EpochCount& count = counts[epoch];
     count.steps = head->step - FirstStep(epoch);
     count.dropped = dropped;
+    // This producer need not have made them all, nor any of them.
+    count.elements = count.steps * size + dropped;
     count.complete = true;
     if (dropped && !said_dropped) {
       said_dropped = true;

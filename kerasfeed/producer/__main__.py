@@ -252,7 +252,8 @@ def _serve(
             full=options.verify == "full",
             journal_fd=launch.journal_fd,
             host=launch.host,
-            port=launch.port,
+            # Not launch.port: that of the producer before this one, whose neighbour may be anybody's.
+            port=options.port,
             max_buffer_bytes=options.max_buffer_bytes,
             ahead=options.prefetch_steps * launch.size,
             free_bytes=options.free_bytes,

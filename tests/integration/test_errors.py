@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import queue
@@ -305,6 +306,25 @@ def test_a_killed_producer_loses_nothing(make_feeder, caplog):
     assert "SIGKILL" in caplog.text
     undisturbed = make_feeder(dataset_fn, seed=4)
     assert got == [(int(i), float(r[-1])) for _ in range(2) for i, r in undisturbed]
+
+
+def control_port(feeder: kerasfeed.DataFeeder) -> int:
+    """Returns where the producer listens, but for elements."""
+    return feeder.session._meeting.locate().port
+
+
+@pytest.mark.once
+def test_a_producer_is_restarted_whoever_has_the_port_next_to_its_own(make_feeder):
+    feeder = make_feeder(lambda: tf.data.Dataset.range(40), prefetch=2, max_buffer_bytes=1)
+    iterator = iter(feeder)
+    got = [int(next(iterator)) for _ in range(3)]
+    with socket.socket() as neighbour:
+        with contextlib.suppress(OSError):  # somebody has it already
+            neighbour.bind(("127.0.0.1", control_port(feeder) + 1))
+            neighbour.listen()
+        os.kill(feeder.session.producer_pid, signal.SIGKILL)
+        got += [int(value) for value in iterator]
+    assert got == list(range(40))
 
 
 @pytest.mark.parametrize(

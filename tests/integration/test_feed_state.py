@@ -70,7 +70,8 @@ def test_a_snapshot_brings_a_feed_back_and_is_left_aside_where_the_user_wants_re
     undisturbed = make_feeder(dataset_fn, name="s", seed=3)
     expected = [numbers(undisturbed) for _ in range(3)]
     undisturbed.close()
-    feeder = make_feeder(dataset_fn, name="s", seed=3, prefetch=2)
+    # Room for a few elements: the producer has not passed the tenth when it is told that it will be asked for.
+    feeder = make_feeder(dataset_fn, name="s", seed=3, prefetch=2, max_buffer_bytes=1)
     iterator = iter(feeder)
     take(iterator, 1)
     feeder.state(again_after=10)
@@ -176,7 +177,7 @@ def test_a_state_whose_parts_are_strange_is_replayed(make_feeder, capfd):
 
 
 def test_what_is_skipped_on_the_way_from_a_snapshot_is_compared(make_feeder):
-    feeder = make_feeder(at_its_time, name="s", resume="snapshot", prefetch=2)
+    feeder = make_feeder(at_its_time, name="s", resume="snapshot", prefetch=2, max_buffer_bytes=1)
     iterator = iter(feeder)
     next(iterator)
     feeder.state(again_after=10)
@@ -206,7 +207,7 @@ def test_a_pipeline_that_does_not_repeat_itself_is_caught_when_it_is_restored(ma
 
 
 def test_a_pipeline_that_does_not_repeat_itself_is_caught_when_the_producer_dies(make_feeder):
-    feeder = make_feeder(random_numbers, name="s", prefetch=2)
+    feeder = make_feeder(random_numbers, name="s", prefetch=2, max_buffer_bytes=1)
     iterator, got = iter(feeder), []
     take(iterator, 3)
     os.kill(feeder.session.producer_pid, signal.SIGKILL)

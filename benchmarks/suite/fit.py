@@ -50,7 +50,7 @@ class Fit:
     """What one rank saw of one `fit`, in seconds, without its first and its last epoch.
 
     Attributes:
-        epochs: Time of each epoch, from its begin to the next one's, or to the end of training.
+        epochs: Time of each epoch, from its begin to the next one's.
         first: Duration of each epoch's first step.
         others: Duration of all other steps.
         pauses: From the end of an epoch's last step to the end of the next one's first step.

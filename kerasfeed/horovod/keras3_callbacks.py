@@ -98,10 +98,10 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self.device = device
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        for metric, value in sorted((logs or {}).items()):
-            average = hvd.allreduce(tf.constant(value, tf.float32), name=f"metric.{metric}", device_dense=self.device)
-            assert logs is not None
-            logs[metric] = float(average)
+        logs = {} if logs is None else logs
+        for metric in sorted(logs):
+            value = tf.constant(logs[metric], tf.float32)
+            logs[metric] = float(hvd.allreduce(value, name=f"metric.{metric}", device_dense=self.device))
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
